@@ -1,0 +1,26 @@
+"""Consolidates the ZeRO shards of a DeepSpeed run into weights that everything loads."""
+
+from __future__ import annotations
+
+from dist_consolidate._version import __version__
+from dist_consolidate.api import consolidate, open_checkpoint
+from dist_consolidate.errors import (
+    CheckpointError,
+    ConsolidateError,
+    RankError,
+    ResourceError,
+    UnsupportedLayoutError,
+    UsageError,
+)
+
+__all__ = [
+    "CheckpointError",
+    "ConsolidateError",
+    "RankError",
+    "ResourceError",
+    "UnsupportedLayoutError",
+    "UsageError",
+    "__version__",
+    "consolidate",
+    "open_checkpoint",
+]

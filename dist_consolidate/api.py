@@ -1,0 +1,128 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dist_consolidate.options import Options, make_options
+
+if TYPE_CHECKING:
+    from dist_consolidate.consolidation import Report
+    from dist_consolidate.lazy import LazyCheckpoint
+
+StrPath = str | os.PathLike[str]
+
+
+def consolidate(
+    ckpt_dir: StrPath,
+    output_dir: StrPath | None = None,
+    *,
+    tag: str | None = None,
+    format: str = "safetensors",  # noqa: A002 - the option's name
+    dtype: str = "fp32",
+    max_shard_size: str | int | None = "5GB",
+    ties: str | None = None,
+    tie: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
+    exclude_frozen: bool = False,
+    transport: str = "auto",
+    writers: str | int | None = None,
+    bucket_size: str | int = "auto",
+    device: str = "auto",
+    overwrite: bool = False,
+) -> Report:
+    """Turn a ZeRO checkpoint into weight files with every key of the model.
+
+    Call it in one plain process, or in every rank of an initialized process group, with the same
+    arguments. The group is left as it was.
+
+    Args:
+        ckpt_dir: The folder DeepSpeed saved into, or a tag folder inside it.
+        output_dir: Where the result goes; by default ``ckpt_dir/consolidated/TAG``.
+        tag: Tag to read; by default what ``latest`` names, else the newest step.
+        format: ``safetensors`` or ``bin``.
+        dtype: ``fp32``, ``bf16``, ``fp16``, or ``keep`` for that of the most precise copy. Integers,
+            bools and complex numbers never change.
+        max_shard_size: Upper bound of a file in bytes or as text; ``None`` for a single file.
+        ties: ``copy`` (every name in full), ``drop`` (one name kept) or ``alias`` (names share a
+            storage, ``bin`` only); by default ``copy`` for safetensors and ``alias`` for bin.
+        tie: Further ties, each ``"NAME=SOURCE"``.
+        allow_missing: Globs of keys that may be left out if they have no data.
+        exclude_frozen: Leave frozen parameters out.
+        transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
+        writers: How many ranks write, or ``all``.
+        bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        overwrite: Replace an earlier result.
+
+    Returns:
+        The report, on every rank.
+
+    Raises:
+        ConsolidateError: If anything is wrong; nothing has been published then.
+    """
+    options = make_options(
+        {
+            "tag": tag,
+            "format": format,
+            "dtype": dtype,
+            "max_shard_size": max_shard_size,
+            "ties": ties,
+            "tie": tie,
+            "allow_missing": allow_missing,
+            "exclude_frozen": exclude_frozen,
+            "transport": transport,
+            "writers": writers,
+            "bucket_size": bucket_size,
+            "device": device,
+            "overwrite": overwrite,
+        }
+    )
+    return run(ckpt_dir, output_dir, options, launch=False)
+
+
+def run(
+    ckpt_dir: StrPath, output_dir: StrPath | None, options: Options, *, launch: bool
+) -> Report:
+    """Consolidate with options made already.
+
+    Args:
+        ckpt_dir: As :func:`consolidate`.
+        output_dir: As :func:`consolidate`.
+        options: The options.
+        launch: Join the other processes that torchrun started.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConsolidateError: As :func:`consolidate`.
+    """
+    from dist_consolidate.consolidation import run_consolidation
+    from dist_consolidate.runtime.world import join_world
+
+    target = None if output_dir is None else Path(output_dir)
+    with join_world(options.device, launch=launch) as world:
+        return run_consolidation(Path(ckpt_dir), target, options, world)
+
+
+def open_checkpoint(ckpt_dir: StrPath, tag: str | None = None) -> LazyCheckpoint:
+    """Open a ZeRO checkpoint without reading a weight.
+
+    Args:
+        ckpt_dir: The folder DeepSpeed saved into, or a tag folder inside it.
+        tag: Tag to read; by default what ``latest`` names, else the newest step.
+
+    Returns:
+        A mapping of the model's keys to lazy tensors. Keys without data are not in it but in its
+        ``missing``.
+
+    Raises:
+        ConsolidateError: If the checkpoint is incomplete or unreadable.
+    """
+    from dist_consolidate.lazy import open_lazily
+
+    return open_lazily(Path(ckpt_dir), tag)

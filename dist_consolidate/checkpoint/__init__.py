@@ -1,0 +1,1 @@
+"""What is on disk: DeepSpeed's folders, files and dictionaries, read without DeepSpeed."""

@@ -1,0 +1,223 @@
+"""The index of a torch zip file: its pickled object and the place of every storage record.
+
+No weight is read. The zip's directory, the pickle and the small local headers of the records that
+are asked for are all that touches the disk.
+
+Source: ``torch/serialization.py`` and miniz as torch uses it. Records are stored uncompressed
+under one folder whose name is the file's stem or ``archive``; true sizes stand in the central
+directory only, and the data begins behind the *local* header, whose extra field is longer than
+the central one.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from dist_consolidate.checkpoint import unpickle
+from dist_consolidate.checkpoint.extents import TensorSpan
+from dist_consolidate.checkpoint.unpickle import TensorRef
+from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
+
+
+class ZipRecords:
+    """The records of one torch zip file.
+
+    Attributes:
+        path: Where the file lies.
+        name: Its file name; extents refer to it by this name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the zip directory.
+
+        Args:
+            path: A file that ``torch.save`` wrote.
+
+        Raises:
+            CheckpointError: If the file is missing, empty, truncated or no torch zip file.
+        """
+        self.path, self.name = path, path.name
+        self._records: dict[str, zipfile.ZipInfo] = {}
+        self._offsets: dict[str, int] = {}
+        try:
+            self._open()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    def _open(self) -> None:
+        self._num_bytes = self.path.stat().st_size
+        with self.path.open("rb") as stream:
+            head = stream.read(10)
+        if not head:
+            raise CheckpointError(f"{self.path}: is empty (0 bytes); the save did not finish")
+        if head == _LEGACY_MAGIC:
+            raise UnsupportedLayoutError(
+                f"{self.path}: is in torch's format of before 1.6 (not a zip file), which this "
+                "version does not read; torch.load it and torch.save it again"
+            )
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                entries = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            what = "truncated or damaged" if head.startswith(b"PK") else "not a torch file"
+            raise CheckpointError(
+                f"{self.path}: {what}: found {self._num_bytes} bytes without a zip directory at "
+                f"their end ({error}); copy the file again or save again"
+            ) from error
+        self._index(entries)
+
+    def _index(self, entries: list[zipfile.ZipInfo]) -> None:
+        pickles = [entry.filename for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CheckpointError(
+                f"{self.path}: found {len(pickles)} pickles (data.pkl), expected one; this is not "
+                "a file that torch.save wrote"
+            )
+        root = pickles[0].removesuffix("data.pkl")
+        for entry in entries:
+            if entry.filename in self._records:
+                raise CheckpointError(f"{self.path}: record {entry.filename!r} is there twice")
+            self._records[entry.filename] = entry
+        self._root = root
+        byteorder = self.read_small("byteorder") if root + "byteorder" in self._records else b""
+        if byteorder.strip() == b"big":
+            raise UnsupportedLayoutError(
+                f"{self.path}: was written on a big-endian machine, which is not supported"
+            )
+
+    def record(self, name: str) -> zipfile.ZipInfo:
+        """Give the directory entry of a record, which must be there and be stored as it is."""
+        entry = self._records.get(self._root + name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: record {name!r} is missing from the archive")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise CheckpointError(
+                f"{self.path}: record {name!r} is compressed; torch never writes that"
+            )
+        return entry
+
+    def data_offset_bytes(self, name: str) -> int:
+        """Give the address of a record's first byte, from its local header."""
+        if name not in self._offsets:
+            entry = self.record(name)
+            with self.path.open("rb") as stream:
+                stream.seek(entry.header_offset)
+                header = stream.read(_LOCAL_HEADER.size)
+            if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
+                raise CheckpointError(f"{self.path}: record {name!r} has no local header")
+            _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+            offset = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+            if offset + entry.file_size > self._num_bytes:
+                raise CheckpointError(
+                    f"{self.path}: record {name!r} ends at byte {offset + entry.file_size}, "
+                    f"but the file has {self._num_bytes}; it is truncated"
+                )
+            self._offsets[name] = offset
+        return self._offsets[name]
+
+    def read_small(self, name: str, tail_bytes: int | None = None) -> bytes:
+        """Read a small record whole, or only its last ``tail_bytes``."""
+        entry, offset = self.record(name), self.data_offset_bytes(name)
+        skip = max(entry.file_size - tail_bytes, 0) if tail_bytes is not None else 0
+        with self.path.open("rb") as stream:
+            stream.seek(offset + skip)
+            return stream.read(entry.file_size - skip)
+
+
+class Archive(ZipRecords):
+    """One torch file with its pickled object.
+
+    Attributes:
+        tree: The unpickled object (see :mod:`dist_consolidate.checkpoint.unpickle`).
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the index and the pickle.
+
+        Args:
+            path: A file that ``torch.save`` wrote.
+
+        Raises:
+            CheckpointError: If the file is missing, empty, truncated or no torch zip file.
+        """
+        super().__init__(path)
+        try:
+            self.tree: Any = unpickle.loads(self.read_small("data.pkl"))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path}: the pickle inside is damaged or not a torch.save of a state ({error})"
+            ) from error
+
+    def span(self, tensor: TensorRef) -> TensorSpan:
+        """Locate a tensor's elements in the file.
+
+        Args:
+            tensor: A tensor of :attr:`tree`.
+
+        Returns:
+            Where its elements lie.
+
+        Raises:
+            CheckpointError: If the storage record is missing, or too short for the tensor.
+        """
+        width = tensor.dtype.itemsize_bytes
+        place = TensorSpan(self.name, 0, tensor.dtype, tensor.shape, tensor.stride)
+        if not place.num_numel:
+            return place
+        record = f"data/{tensor.storage.key}"
+        base, held = self.data_offset_bytes(record), self.record(record).file_size
+        need = (tensor.offset_numel + place.reach_numel) * width
+        if need > held:
+            raise CheckpointError(
+                f"{self.path}: storage record {record} holds {held} bytes, but a tensor of shape "
+                f"{list(tensor.shape)} in it needs {need}"
+            )
+        offset_bytes = base + tensor.offset_numel * width
+        return TensorSpan(self.name, offset_bytes, tensor.dtype, tensor.shape, tensor.stride)
+
+
+def scan_integer(path: Path, key: str) -> int | None:
+    """Find ``key: integer`` in a torch file's pickle without unpickling it.
+
+    A ZeRO-3 run writes as many model files as ranks, each naming every parameter; where only a
+    counter is wanted, building all those objects again and again would take minutes.
+
+    Args:
+        path: A file that ``torch.save`` wrote.
+        key: A dictionary key that stands in it once.
+
+    Returns:
+        The integer, or ``None`` if no such entry is found.
+
+    Raises:
+        CheckpointError: If the file is no readable torch zip file.
+    """
+    records = ZipRecords(path)
+    try:
+        for tail_bytes in (1 << 16, None):
+            value = _scan(records.read_small("data.pkl", tail_bytes), key.encode())
+            if value is not None:
+                return value
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return None
+
+
+def _scan(pickled: bytes, key: bytes) -> int | None:
+    """Match BINUNICODE key, optional memo put, then BININT1, BININT2 or BININT (protocol 2)."""
+    text = re.escape(b"X" + struct.pack("<I", len(key)) + key)
+    put = rb"(?:q.|r....)?"
+    match = re.search(text + put + rb"(?:K(.)|M(..)|J(....))", pickled, re.DOTALL)
+    if match is None:
+        return None
+    raw = next(part for part in match.groups() if part is not None)
+    return int.from_bytes(raw, "little")

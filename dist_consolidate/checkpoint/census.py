@@ -1,0 +1,178 @@
+"""Who is there: the ranks of a tag, counted by number and named when missing or surplus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.states import ModelState, OptimState
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
+
+
+def refuse_other_kinds(folder: TagFolder) -> None:
+    """Refuse what the file names alone give away.
+
+    Args:
+        folder: The shards.
+
+    Raises:
+        UnsupportedLayoutError: For expert, pipeline and split-writer checkpoints.
+    """
+    if folder.of("expert"):
+        raise UnsupportedLayoutError(
+            f"{folder.path}: is an expert-parallel (MoE) checkpoint ({folder.of('expert')[0].name} "
+            "holds an expert); this version does not read those"
+        )
+    if folder.of("layer"):
+        raise UnsupportedLayoutError(
+            f"{folder.path}: is a pipeline-parallel checkpoint ({folder.of('layer')[0].name} holds "
+            "a pipeline layer); this version does not read those"
+        )
+    if folder.of("foreign"):
+        raise UnsupportedLayoutError(
+            f"{folder.path}: was saved with checkpoint.writer, which splits files "
+            f"({folder.of('foreign')[0].name}); this version does not read those"
+        )
+
+
+def refuse_model_parallel(folder: TagFolder, model: ModelState) -> None:
+    """Refuse tensor and pipeline parallelism by what is recorded, not by names.
+
+    Sequence parallelism has written names with ``mp_rank_01`` too; there the recorded
+    model-parallel size is 1.
+
+    Args:
+        folder: The shards.
+        model: The model states of rank 0.
+
+    Raises:
+        UnsupportedLayoutError: If the model is spread over several model-parallel ranks.
+    """
+    if model.module is None:
+        raise UnsupportedLayoutError(
+            f"{folder.path}: is a pipeline-parallel checkpoint (`module` of {model.shard.name} is "
+            "empty); this version does not read those"
+        )
+    indices = {shard.mp_rank for shard in folder.shards}
+    size = model.mp_world_size
+    if (size or 1) > 1 or (size is None and len(indices) > 1):
+        raise UnsupportedLayoutError(
+            f"{folder.path}: is a tensor-parallel checkpoint (model-parallel size "
+            f"{size or len(indices)}); this version does not read those"
+        )
+
+
+def primary_model(folder: TagFolder) -> ShardFile:
+    """Pick the model states of rank 0, which alone hold the recorded ties.
+
+    Args:
+        folder: The shards.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: If it is not there.
+    """
+    models = [s for s in folder.of("model") if not s.dp_rank and not s.mp_rank]
+    if not models:
+        striped = any(shard.dp_rank is not None for shard in folder.of("model"))
+        name = "zero_pp_rank_0_mp_rank_00" if striped else "mp_rank_00"
+        raise CheckpointError(
+            f"{folder.path / (name + '_model_states.pt')}: is missing; it names the model's "
+            "tensors and nothing can be read without it. Look for it where the run's first "
+            "rank saved"
+        )
+    return models[-1]
+
+
+def order_by_rank(
+    folder: TagFolder, states: Sequence[OptimState], problems: Problems
+) -> list[OptimState]:
+    """Check that there is exactly one optimizer states file for each rank.
+
+    Args:
+        folder: The shards.
+        states: The optimizer states read.
+        problems: Takes each missing, surplus and contradicting rank, with its path.
+
+    Returns:
+        The states in rank order; complete if no problem was noted.
+    """
+    by_rank: dict[int, list[OptimState]] = {}
+    for state in states:
+        by_rank.setdefault(state.shard.dp_rank or 0, []).append(state)
+    first = by_rank[min(by_rank)][0]
+    ranks = max(first.partition_counts, default=0)
+    if ranks < 1:
+        problems.add(f"{folder.path / first.shard.name}: records no partition_count")
+        ranks = len(by_rank)
+    for rank in sorted(set(range(ranks)) - set(by_rank)):
+        path = folder.path / _name_for(first.shard, rank)
+        problems.add(f"{path}: is missing (rank {rank} of {ranks})")
+    for rank, found in sorted(by_rank.items()):
+        _check_rank(folder.path, rank, ranks, found, problems)
+    ordered = [by_rank[rank][0] for rank in sorted(by_rank) if rank < ranks]
+    _check_agreement(folder.path, ordered, problems)
+    return ordered
+
+
+def _name_for(example: ShardFile, rank: int) -> str:
+    ours, theirs = f"zero_pp_rank_{rank}_", f"zero_pp_rank_{example.dp_rank or 0}_"
+    return example.name.replace(theirs, ours)
+
+
+def _check_rank(
+    path: Path, rank: int, ranks: int, found: Sequence[OptimState], problems: Problems
+) -> None:
+    if len(found) > 1:
+        names = " and ".join(state.shard.name for state in found)
+        problems.add(f"{path}: rank {rank} is there {len(found)} times: {names}; keep one")
+    for state in found:
+        count = max(state.partition_counts, default=ranks)
+        if rank >= ranks:
+            problems.add(
+                f"{path / state.shard.name}: is surplus: rank {rank}, but rank 0 was saved by a "
+                f"run with {ranks} ranks (this file: {count}); move away what is left over"
+            )
+        elif count != ranks:
+            problems.add(
+                f"{path / state.shard.name}: was saved by a run with {count} ranks, but rank 0 by "
+                f"one with {ranks}"
+            )
+
+
+def _check_agreement(path: Path, states: Sequence[OptimState], problems: Problems) -> None:
+    for state in states[1:]:
+        for what in ("striped", "zero_stage", "ds_version"):
+            ours, theirs = getattr(states[0], what), getattr(state, what)
+            if ours != theirs:
+                problems.add(
+                    f"{path / state.shard.name}: {what} is {theirs}, but {ours} in "
+                    f"{states[0].shard.name}; the files are of different saves"
+                )
+        if len(state.parts) != len(states[0].parts):
+            problems.add(
+                f"{path / state.shard.name}: holds {len(state.parts)} flat groups, but "
+                f"{states[0].shard.name} {len(states[0].parts)}"
+            )
+
+
+def check_steps(
+    folder: TagFolder, model: ModelState, steps: Mapping[str, int | None], problems: Problems
+) -> None:
+    """Check that all model states are of the same step.
+
+    Args:
+        folder: The shards.
+        model: The model states of rank 0.
+        steps: ``global_steps`` of the other ranks' files; ``None`` where not recorded.
+        problems: Takes each file of another step.
+    """
+    for name, step in steps.items():
+        if None not in (step, model.global_steps) and step != model.global_steps:
+            problems.add(
+                f"{folder.path / name}: is of step {step}, but {model.shard.name} of step "
+                f"{model.global_steps}; the files are of different saves"
+            )

@@ -1,0 +1,209 @@
+"""From a directory to the shards of one tag, by role and rank.
+
+The folder may be the run folder, the tag folder itself, or what Lightning, accelerate and the
+Hugging Face Trainer make of them (a run folder each, with a tag of their own). Ranks are parsed
+from file names as numbers and never sorted as text.
+
+Source: DeepSpeed's ``engine._get_*_ckpt_name`` for the names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, listing
+
+Role = Literal["model", "optim", "expert", "expert-optim", "layer", "foreign"]
+
+_PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = (
+    ("model", re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("model", re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?model_states\.pt")),
+    (
+        "optim",
+        re.compile(
+            r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"
+        ),
+    ),
+    ("expert-optim", re.compile(r"expp_rank_\d+_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
+    ("expert", re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("layer", re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt")),
+    ("foreign", re.compile(r".*(model|optim)_states\.pt-\d+\.\d+")),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One file DeepSpeed wrote.
+
+    Attributes:
+        name: File name inside the tag folder.
+        role: What it holds.
+        dp_rank: Data-parallel rank, or ``None`` where the name has none (then rank 0 wrote it).
+        mp_rank: Model-parallel index of the name (0 where the name has none).
+        prefix: ``bf16_``, ``fp16_`` or nothing.
+        num_bytes: Size.
+    """
+
+    name: str
+    role: Role
+    dp_rank: int | None
+    mp_rank: int
+    prefix: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TagFolder:
+    """The shards of one tag.
+
+    Attributes:
+        path: The tag folder.
+        tag: Its name.
+        chosen: How the tag was chosen, in words.
+        shards: Its files, by role, model-parallel index and rank.
+    """
+
+    path: Path
+    tag: str
+    chosen: str
+    shards: tuple[ShardFile, ...]
+
+    def of(self, role: Role) -> tuple[ShardFile, ...]:
+        """Give the shards of one role."""
+        return tuple(shard for shard in self.shards if shard.role == role)
+
+
+def parse_name(name: str, num_bytes: int = 0) -> ShardFile | None:
+    """Read role and ranks off a file name; ``None`` if it is no shard's name."""
+    for role, pattern in _PATTERNS:
+        match = pattern.fullmatch(name)
+        if match:
+            found = match.groupdict()
+            dp_rank = int(found["dp"]) if found.get("dp") else None
+            mp_rank = int(found.get("mp") or 0)
+            return ShardFile(name, role, dp_rank, mp_rank, found.get("prefix") or "", num_bytes)
+    return None
+
+
+def list_shards(folder: Path) -> tuple[ShardFile, ...]:
+    """List the shards of a tag folder, in order of role, model-parallel index and rank."""
+    shards = []
+    for entry in folder.iterdir():
+        shard = parse_name(entry.name)
+        if shard is not None and entry.is_file():
+            shards.append(dataclasses.replace(shard, num_bytes=entry.stat().st_size))
+    key = {role: index for index, (role, _) in enumerate(_PATTERNS)}
+    order = sorted(shards, key=lambda s: (key[s.role], s.mp_rank, s.dp_rank or 0, s.name))
+    return tuple(order)
+
+
+def _holds_shards(folder: Path) -> bool:
+    return any(parse_name(entry.name) for entry in folder.iterdir())
+
+
+def _step(name: str) -> int:
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else -1
+
+
+def _newest(tags: Iterable[Path]) -> Path:
+    """Pick the highest step in the name; where no name has one, the last one written."""
+    return max(tags, key=lambda tag: (_step(tag.name), tag.stat().st_mtime, tag.name))
+
+
+def _latest(root: Path) -> str | None:
+    path = root / "latest"
+    if not path.is_file():
+        return None
+    tag = path.read_bytes().decode("utf-8-sig", "replace").strip().strip("\0")
+    if not tag or Path(tag).is_absolute() or ".." in Path(tag).parts:
+        raise CheckpointError(
+            f"{path}: holds {tag!r}, which is no tag (the name of a folder beside it); name the "
+            "right one with --tag"
+        )
+    return tag
+
+
+def find_tag(checkpoint_dir: Path, tag: str | None = None) -> TagFolder:
+    """Find the tag folder to read.
+
+    Args:
+        checkpoint_dir: A run folder (with or without ``latest``) or a tag folder.
+        tag: The tag to read; by default what ``latest`` names, else the newest step.
+
+    Returns:
+        The folder with its shards.
+
+    Raises:
+        CheckpointError: If there is no such folder, or no shard in it.
+    """
+    try:
+        return _find_tag(checkpoint_dir, tag)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{checkpoint_dir}: cannot be read: {reason}") from error
+
+
+def _find_tag(root: Path, tag: str | None) -> TagFolder:
+    if not root.is_dir():
+        found = "is a file" if root.exists() else "does not exist"
+        raise CheckpointError(
+            f"{root}: {found}; expected the folder that DeepSpeed saved into (the one that holds "
+            "`latest`) or a tag folder inside it"
+        )
+    tags = {entry.name: entry for entry in root.iterdir() if entry.is_dir()}
+    if tag is not None:
+        if (root / tag).is_dir() and not Path(tag).is_absolute():
+            return _folder(root / tag, tag, "asked for")
+        if root.resolve().name == tag and _holds_shards(root):
+            return _folder(root, tag, "asked for")
+        raise CheckpointError(listing(f"{root}: has no tag {tag!r}; found", _tags(tags)))
+    if _holds_shards(root):
+        return _folder(root, root.resolve().name, "the folder itself")
+    latest = _latest(root)
+    if latest is not None:
+        if not (root / latest).is_dir():
+            names = _tags(tags)
+            raise CheckpointError(
+                listing(f"{root}: `latest` names {latest!r}, which is not there; found", names)
+                + "\nname the one to read with --tag"
+            )
+        return _folder(root / latest, latest, "named by `latest`")
+    with_shards = [entry for entry in tags.values() if _holds_shards(entry)]
+    if not with_shards:
+        raise CheckpointError(_nothing_found(root, tags))
+    newest = _newest(with_shards)
+    others = len(with_shards) - 1
+    return _folder(newest, newest.name, f"no `latest`; the newest of {others + 1} tags")
+
+
+def _tags(folders: dict[str, Path]) -> list[str]:
+    names = sorted(name for name, path in folders.items() if _holds_shards(path))
+    return names or ["no tag folder at all"]
+
+
+def _folder(path: Path, tag: str, chosen: str) -> TagFolder:
+    shards = list_shards(path)
+    if not shards:
+        raise CheckpointError(_nothing_found(path, {p.name: p for p in path.iterdir()}))
+    return TagFolder(path, tag, chosen, shards)
+
+
+def _nothing_found(root: Path, entries: dict[str, Path]) -> str:
+    if (root / "zero").is_dir():
+        raise UnsupportedLayoutError(
+            f"{root}: is a universal checkpoint (ds_to_universal), which this version does not "
+            "read; pass the ZeRO checkpoint it was made from"
+        )
+    runs = sorted(n for n, p in entries.items() if p.is_dir() and (p / "latest").is_file())
+    if runs:
+        return listing(f"{root}: holds several checkpoints; pass one of them", runs)
+    return (
+        f"{root}: no file named like a DeepSpeed shard (mp_rank_00_model_states.pt, "
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt, ...) here or one folder down; pass the folder "
+        "that holds `latest`"
+    )

@@ -1,0 +1,128 @@
+"""What the planner gets to see: flat groups, sources of tensors, and the facts about ties."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from dist_consolidate.checkpoint.extents import Extent, TensorSpan
+from dist_consolidate.dtypes import DType
+
+Origin = Literal["fp32 partition", "frozen", "module"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """A flat buffer that DeepSpeed cut over the ranks.
+
+    Attributes:
+        label: What to call it in a message.
+        striped: False: the parts follow one another, element ``k`` of the group is element ``k`` of
+            their concatenation (stages 1 and 2). True: every part holds a slice of each tensor, all
+            at the same offset (stage 3).
+        dtype: Element type.
+        parts: One byte range per data-parallel rank, in rank order.
+    """
+
+    label: str
+    striped: bool
+    dtype: DType
+    parts: tuple[Extent, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatSlot:
+    """A tensor's place in a flat group.
+
+    Attributes:
+        group: Index of the group.
+        offset_numel: First element: in the concatenation, or (striped) in every part.
+        part_numel: Striped: elements per part, ``ceil(numel / parts)``; otherwise 0.
+    """
+
+    group: int
+    offset_numel: int
+    part_numel: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Where a tensor's values come from: a slot of a flat group, or a span of one file.
+
+    Attributes:
+        origin: Which copy it is.
+        shape: Full shape.
+        dtype: Element type on disk.
+        slot: Set where it lies in a flat group.
+        span: Set where it lies in one piece.
+    """
+
+    origin: Origin
+    shape: tuple[int, ...]
+    dtype: DType
+    slot: FlatSlot | None = None
+    span: TensorSpan | None = None
+
+    @property
+    def num_numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleKey:
+    """One key of ``module``, as far as planning needs it.
+
+    Attributes:
+        shape: As pickled; a ZeRO-3 placeholder has the shape of nothing.
+        identity: What tied names share and others do not: storage record, offset, shape, stride
+            and element type.
+        source: Its own full tensor, or ``None`` for a placeholder.
+        is_buffer: Recorded as a persistent buffer.
+    """
+
+    shape: tuple[int, ...]
+    identity: tuple[object, ...]
+    source: Source | None
+    is_buffer: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The metadata of one tag, ready for planning; no weight has been read.
+
+    Attributes:
+        tag: Name of the tag folder.
+        chosen: How the tag was chosen, in words.
+        stage: ZeRO stage, 0 to 3.
+        world_size: Ranks that share a flat group (1 in stage 0).
+        step: DeepSpeed's ``global_steps``.
+        ds_version: The release that wrote it.
+        groups: Flat groups.
+        partitions: Tensors with an fp32 partition, in flat order.
+        frozen: Tensors in the frozen section, in recorded order.
+        module: Every key of the model, in the model's order.
+        saves_frozen: Whether this file has a frozen section; without one, frozen parameters are in
+            ``module`` (stage 1, old releases) or were left out on request when saving.
+        recorded_ties: ``shared_params``: alias to the name that is stored.
+        odd_entries: Keys of ``module`` that are no tensors, and what they are.
+        file_bytes: Size of each shard that is read from.
+        notes: What was assumed or found, for the report.
+    """
+
+    tag: str
+    chosen: str
+    stage: int
+    world_size: int
+    step: int | None
+    ds_version: str | None
+    groups: tuple[FlatGroup, ...]
+    partitions: dict[str, Source]
+    frozen: dict[str, Source]
+    module: dict[str, ModuleKey]
+    saves_frozen: bool
+    recorded_ties: dict[str, str]
+    odd_entries: dict[str, str]
+    file_bytes: dict[str, int]
+    notes: tuple[str, ...]

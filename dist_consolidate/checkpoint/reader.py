@@ -1,0 +1,251 @@
+"""From a folder to a :class:`Checkpoint`: census, states, and the layout that fits them.
+
+Which process reads which file is left to the caller: the work is handed out as jobs, so that
+several ranks can share it, each reading what it sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from dist_consolidate.checkpoint import census, stage0, zero3, zero12
+from dist_consolidate.checkpoint.archive import scan_integer
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
+from dist_consolidate.checkpoint.states import (
+    ModelState,
+    ModuleEntry,
+    OptimState,
+    read_model_state,
+    read_optim_state,
+)
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
+
+Finding = ModelState | OptimState | int | None | CheckpointError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One file to read, and what for: a model state, an optimizer state, or only its step."""
+
+    kind: Literal["model", "optim", "step"]
+    shard: ShardFile
+
+
+Runner = Callable[[TagFolder, Sequence[Job]], list[Finding]]
+
+
+def run_job(folder: TagFolder, job: Job) -> Finding:
+    """Read one file; a damaged one gives its error as the result, to be raised with the others."""
+    try:
+        if job.kind == "model":
+            return read_model_state(folder.path, job.shard)
+        if job.kind == "optim":
+            return read_optim_state(folder.path, job.shard)
+        return scan_integer(folder.path / job.shard.name, "global_steps")
+    except CheckpointError as error:
+        return error
+
+
+def run_here(folder: TagFolder, jobs: Sequence[Job]) -> list[Finding]:
+    """Read all files in this process."""
+    return [run_job(folder, job) for job in jobs]
+
+
+def read_checkpoint(folder: TagFolder, run: Runner = run_here) -> Checkpoint:
+    """Read the metadata of a tag.
+
+    Args:
+        folder: The shards (see :func:`dist_consolidate.checkpoint.layout.find_tag`).
+        run: Reads files; gets the same jobs in every process and must return the same findings.
+
+    Returns:
+        The metadata, with every weight located.
+
+    Raises:
+        CheckpointError: If shards are missing, surplus, damaged or contradict each other; all
+            problems found are in one message.
+        UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
+    """
+    census.refuse_other_kinds(folder)
+    primary = census.primary_model(folder)
+    jobs = [Job("model", primary), *(Job("optim", shard) for shard in folder.of("optim"))]
+    model, *optims = run(folder, jobs)
+    problems = Problems()
+    for finding in (model, *optims):
+        if isinstance(finding, UnsupportedLayoutError):
+            raise finding
+        if isinstance(finding, CheckpointError):
+            problems.add(str(finding))
+    if not isinstance(model, ModelState):
+        problems.raise_if_any(f"{folder.path}: the checkpoint cannot be read")
+        raise AssertionError("a model job gives a model state or an error")
+    census.refuse_model_parallel(folder, model)
+    states = [finding for finding in optims if isinstance(finding, OptimState)]
+    if any(state.expert_groups for state in states):
+        raise UnsupportedLayoutError(
+            f"{folder.path}: is an expert-parallel (MoE) checkpoint (a param group belongs to "
+            "experts); this version does not read those"
+        )
+    ordered = census.order_by_rank(folder, states, problems) if states else []
+    # A layout needs every rank; missing and damaged shards are told first, all together.
+    problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
+    return _Assembly(folder, model, ordered, run).checkpoint()
+
+
+class _Assembly:
+    """Puts one checkpoint together from complete states."""
+
+    def __init__(
+        self, folder: TagFolder, model: ModelState, optims: Sequence[OptimState], run: Runner
+    ) -> None:
+        self.folder, self.model, self.optims, self.run = folder, model, optims, run
+        self.problems = Problems()
+        self.notes: list[str] = []
+        self.stage = _stage(model, optims)
+        self.ranks = len(optims) or 1
+
+    def checkpoint(self) -> Checkpoint:
+        groups, partitions = self._partitions()
+        more_groups, frozen = self._frozen(len(groups))
+        self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
+        return Checkpoint(
+            tag=self.folder.tag,
+            chosen=self.folder.chosen,
+            stage=self.stage,
+            world_size=self.ranks,
+            step=self.model.global_steps,
+            ds_version=self.model.ds_version or next((o.ds_version for o in self.optims), None),
+            groups=(*groups, *more_groups),
+            partitions=partitions,
+            frozen=frozen,
+            module=self._module(partitions),
+            saves_frozen=self.model.frozen_shapes is not None,
+            recorded_ties=self.model.shared_params or {},
+            odd_entries=self.model.odd_entries,
+            file_bytes={shard.name: shard.num_bytes for shard in self.folder.shards},
+            notes=tuple(self.notes),
+        )
+
+    def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        if self.stage == 3:
+            return zero3.build(self.model, self.optims, self.problems)
+        if self.optims:
+            return zero12.build(self.model, self.optims, self.problems)
+        return (), self._stage0()
+
+    def _stage0(self) -> dict[str, Source]:
+        if self.model.param_shapes is not None or (self.model.zero_stage or 0) > 0:
+            name = "zero_pp_rank_*_mp_rank_00_optim_states.pt"
+            raise CheckpointError(
+                f"{self.folder.path / name}: all optimizer states are missing, and with them every "
+                f"fp32 master; {self.model.shard.name} says the run used ZeRO"
+            )
+        found = stage0.masters(self.folder.path, self.model, self.problems)
+        module = self.model.module or {}
+        wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
+        if not found and not wide:
+            self.notes.append("no fp32 masters were saved; the 16-bit weights are all there is")
+        return found
+
+    def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        if self.stage != 3:
+            spans, shapes = self.model.frozen or {}, self.model.frozen_shapes or {}
+            self._check_frozen(spans.keys(), shapes.keys())
+            return (), {
+                name: Source("frozen", span.shape, span.dtype, span=span)
+                for name, span in spans.items()
+            }
+        self._check_frozen((self.model.frozen or {}).keys(), (self.model.frozen_shapes or {}).keys())
+        models = self._other_models()
+        return zero3.frozen(models, self.ranks, first_group, self.problems)
+
+    def _check_frozen(self, fragments: Sequence[str] | object, shapes: object) -> None:
+        uneven = sorted(set(fragments) ^ set(shapes))  # type: ignore[call-overload]
+        if uneven:
+            self.problems.add(
+                f"{self.model.shard.name}: {len(uneven)} frozen parameters have a shape without "
+                f"values or values without a shape, the first is {uneven[0]!r}"
+            )
+
+    def _other_models(self) -> dict[int, ModelState]:
+        """Read the other ranks' model states: their frozen slices, or only their step."""
+        models = {0: self.model}
+        others = [s for s in self.folder.of("model") if s.dp_rank and s.dp_rank < self.ranks]
+        has_frozen = any(math.prod(s) for s in (self.model.frozen_shapes or {}).values())
+        kind: Literal["model", "step"] = "model" if has_frozen else "step"
+        steps: dict[str, int | None] = {}
+        findings = self.run(self.folder, [Job(kind, shard) for shard in others])
+        for shard, finding in zip(others, findings, strict=True):
+            if isinstance(finding, CheckpointError):
+                self.problems.add(str(finding))
+            elif isinstance(finding, ModelState):
+                models[shard.dp_rank or 0] = finding
+                steps[shard.name] = finding.global_steps
+            elif not isinstance(finding, OptimState):
+                steps[shard.name] = finding
+        census.check_steps(self.folder, self.model, steps, self.problems)
+        self._note_missing({shard.dp_rank for shard in others}, has_frozen)
+        return models
+
+    def _note_missing(self, present: set[int | None], needed: bool) -> None:
+        for rank in sorted(set(range(1, self.ranks)) - present):
+            name = self.model.shard.name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
+            if needed:
+                self.problems.add(
+                    f"{self.folder.path / name}: is missing (rank {rank} of {self.ranks}); it "
+                    "holds that rank's slices of the frozen parameters"
+                )
+            else:
+                self.notes.append(f"{name} is missing; it holds nothing that is needed")
+
+    def _module(self, partitions: Mapping[str, Source]) -> dict[str, ModuleKey]:
+        module = self.model.module or {}
+        buffers = self.model.buffer_names or frozenset()
+        is_placeholder = _placeholder_test(self.stage, module, partitions)
+        keys = {}
+        for name, entry in module.items():
+            is_buffer = name in buffers
+            own = is_buffer or not is_placeholder(entry)
+            source = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+            identity = (
+                entry.ref.storage.key,
+                entry.ref.offset_numel,
+                entry.ref.shape,
+                entry.ref.stride,
+                entry.ref.dtype.name,
+            )
+            keys[name] = ModuleKey(entry.ref.shape, identity, source if own else None, is_buffer)
+        return keys
+
+
+def _stage(model: ModelState, optims: Sequence[OptimState]) -> int:
+    """Tell the stage; the configuration knows 1 from 2 where old files all say 2."""
+    if not optims:
+        return 0
+    if optims[0].striped:
+        return 3
+    return model.zero_stage if model.zero_stage in (1, 2) else optims[0].zero_stage or 1
+
+
+def _placeholder_test(
+    stage: int, module: Mapping[str, ModuleEntry], partitions: Mapping[str, Source]
+) -> Callable[[ModuleEntry], bool]:
+    """Say how a ZeRO-3 placeholder looks in this file: shape [0], or [1] before DeepSpeed 0.6.
+
+    A file whose partitioned parameters of more than one element show up as [1] is of the old
+    kind, and no [1] in it can be taken for data.
+    """
+    if stage != 3:
+        return lambda _entry: False
+    old = any(
+        source.num_numel != 1 and module[name].ref.shape == (1,)
+        for name, source in partitions.items()
+        if name in module
+    )
+    shapes = {(0,), (1,)} if old else {(0,)}
+    return lambda entry: entry.ref.shape in shapes

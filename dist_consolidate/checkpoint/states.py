@@ -1,0 +1,313 @@
+"""The typed view of what DeepSpeed pickled: by what is there, not by version.
+
+A key that an old release does not write is ``None`` here. Every tensor has become a span of its
+file; nothing below refers to the archive any more, so that states can travel between processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dist_consolidate.checkpoint.archive import Archive
+from dist_consolidate.checkpoint.extents import TensorSpan
+from dist_consolidate.checkpoint.layout import ShardFile
+from dist_consolidate.checkpoint.unpickle import Inert, TensorRef
+from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleEntry:
+    """One tensor of ``module``.
+
+    Attributes:
+        ref: As pickled: the storage record it looks into is what tied names share.
+        span: Where its elements lie (an empty span for an empty tensor).
+    """
+
+    ref: TensorRef
+    span: TensorSpan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelState:
+    """A model states file.
+
+    Attributes:
+        shard: The file.
+        module: The model's state dict; ``None`` where a pipeline engine left it out.
+        odd_entries: Keys of ``module`` that are no tensors, with what they are.
+        buffer_names: Persistent buffers, or ``None`` where not recorded.
+        param_shapes: One mapping per param group or sub-group, in flat order.
+        frozen_shapes: Full shapes of frozen parameters.
+        frozen: Frozen parameters: whole (stage 2) or this rank's 1-D slice (stage 3).
+        shared_params: Recorded ties, alias to stored name.
+        optimizer: Stage 0's fp32 masters, group by group; ``None`` if there is no such optimizer.
+        flat_masters: Whether each of these groups is one flat tensor.
+        zero_stage: Stage in the configuration, if it was pickled as a dict.
+        global_steps: Steps taken; with the world sizes, DeepSpeed's own counters.
+        dp_world_size: Data-parallel world size (sequence ranks included).
+        mp_world_size: Model-parallel world size.
+        ds_version: The DeepSpeed release that wrote it.
+    """
+
+    shard: ShardFile
+    module: dict[str, ModuleEntry] | None
+    odd_entries: dict[str, str]
+    buffer_names: frozenset[str] | None
+    param_shapes: tuple[Shapes, ...] | None
+    frozen_shapes: Shapes | None
+    frozen: dict[str, TensorSpan] | None
+    shared_params: dict[str, str] | None
+    optimizer: tuple[tuple[TensorSpan, ...], ...] | None
+    flat_masters: bool
+    zero_stage: int | None
+    global_steps: int | None
+    dp_world_size: int | None
+    mp_world_size: int | None
+    ds_version: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptimState:
+    """An optimizer states file under ZeRO.
+
+    Attributes:
+        shard: The file.
+        striped: Whether each parameter is cut over all ranks (stage 3), rather than the whole
+            flat group (stages 1 and 2).
+        zero_stage: As recorded; ``None`` in BF16_Optimizer's files.
+        partition_counts: Ranks that share each group; one number for all of them in stage 3.
+        parts: This rank's slice of each flat group or sub-group: 1-D spans.
+        param_shapes: As in :class:`ModelState`; releases before 0.6 keep it here.
+        alignment_paddings: Elements of padding behind each parameter, group by group.
+        expert_groups: Whether a param group belongs to experts.
+        ds_version: The DeepSpeed release that wrote it.
+    """
+
+    shard: ShardFile
+    striped: bool
+    zero_stage: int | None
+    partition_counts: tuple[int, ...]
+    parts: tuple[TensorSpan, ...]
+    param_shapes: tuple[Shapes, ...] | None
+    alignment_paddings: tuple[tuple[int, ...], ...] | None
+    expert_groups: bool
+    ds_version: str | None
+
+
+def _wrong(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}; this is not what DeepSpeed writes")
+
+
+def _integer(value: Any) -> int | None:  # noqa: ANN401 - whatever the pickle holds
+    """Read an int, or the value of a pickled enum."""
+    if isinstance(value, Inert) and value.args:
+        value = value.args[0]
+    return value if type(value) is int else None
+
+
+def _text(value: Any) -> str | None:  # noqa: ANN401
+    return value if isinstance(value, str) else None
+
+
+def _shape_map(path: Path, value: Any, what: str) -> Shapes:  # noqa: ANN401
+    if not isinstance(value, Mapping):
+        raise _wrong(path, f"{what} is a {type(value).__name__}, expected a mapping of shapes")
+    shapes = {}
+    for name, shape in value.items():
+        good = isinstance(shape, tuple | list) and all(type(s) is int and s >= 0 for s in shape)
+        if not good or not isinstance(name, str):
+            raise _wrong(path, f"{what} gives {name!r} the shape {shape!r}")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _param_shapes(path: Path, tree: Mapping[str, Any]) -> tuple[Shapes, ...] | None:
+    """Accept a list of mappings, and the single mapping of releases before 0.5.4."""
+    value = tree.get("param_shapes")
+    if value is None:
+        return None
+    groups = [value] if isinstance(value, Mapping) else value
+    if not isinstance(groups, list | tuple):
+        raise _wrong(path, f"param_shapes is a {type(value).__name__}")
+    return tuple(_shape_map(path, group, "param_shapes") for group in groups)
+
+
+def _spans(archive: Archive, value: Any, what: str) -> Iterator[TensorSpan]:  # noqa: ANN401
+    if not isinstance(value, list | tuple):
+        raise _wrong(archive.path, f"{what} is a {type(value).__name__}, expected a list")
+    for tensor in value:
+        if not isinstance(tensor, TensorRef):
+            raise _wrong(archive.path, f"{what} holds a {type(tensor).__name__}, not a tensor")
+        yield archive.span(tensor)
+
+
+def _state_of(archive: Archive) -> Mapping[str, Any]:
+    if not isinstance(archive.tree, Mapping):
+        kind = type(archive.tree).__name__
+        raise _wrong(archive.path, f"holds a {kind}, expected a dictionary of states")
+    return archive.tree
+
+
+def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
+    """Read an optimizer states file's metadata.
+
+    Args:
+        folder: The tag folder.
+        shard: The file.
+
+    Returns:
+        Its typed view; no weight has been read.
+
+    Raises:
+        CheckpointError: If the file is damaged or is no ZeRO optimizer state.
+    """
+    archive = Archive(folder / shard.name)
+    tree = _state_of(archive)
+    state = tree.get("optimizer_state_dict")
+    if not isinstance(state, Mapping):
+        raise _wrong(archive.path, "has no optimizer_state_dict")
+    striped = "fp32_flat_groups" in state
+    key = "fp32_flat_groups" if striped else "single_partition_of_fp32_groups"
+    if "local_sub_partitions_of_fp32_groups" in state:
+        raise UnsupportedLayoutError(
+            f"{archive.path}: was written by the stage-1 optimizer of before DeepSpeed 0.4 "
+            "(communication intervals), which this version does not read"
+        )
+    if key not in state:
+        raise _wrong(archive.path, "holds no fp32 partition (a ZeRO optimizer state has one)")
+    counts = state.get("partition_count")
+    counts = counts if isinstance(counts, list | tuple) else [counts]
+    return OptimState(
+        shard=shard,
+        striped=striped,
+        zero_stage=_integer(state.get("zero_stage")),
+        partition_counts=tuple(c for c in counts if type(c) is int),
+        parts=tuple(_spans(archive, state[key], key)),
+        param_shapes=_param_shapes(archive.path, tree),
+        alignment_paddings=_paddings(archive.path, state.get("param_alignment_paddings")),
+        expert_groups=_has_experts(state.get("base_optimizer_state")),
+        ds_version=_text(tree.get("ds_version")),
+    )
+
+
+def _paddings(path: Path, value: Any) -> tuple[tuple[int, ...], ...] | None:  # noqa: ANN401
+    if value is None:
+        return None
+    try:
+        paddings = tuple(tuple(group) for group in value)
+    except TypeError as error:
+        raise _wrong(path, f"param_alignment_paddings is {value!r}") from error
+    if not all(type(pad) is int and pad >= 0 for group in paddings for pad in group):
+        raise _wrong(path, f"param_alignment_paddings is {value!r}")
+    return paddings
+
+
+def _has_experts(base_state: Any) -> bool:  # noqa: ANN401
+    groups = base_state.get("param_groups") if isinstance(base_state, Mapping) else None
+    groups = groups if isinstance(groups, list) else []
+    return any(isinstance(group, Mapping) and group.get("moe") is True for group in groups)
+
+
+def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
+    """Read a model states file's metadata.
+
+    Args:
+        folder: The tag folder.
+        shard: The file.
+
+    Returns:
+        Its typed view; no weight has been read.
+
+    Raises:
+        CheckpointError: If the file is damaged or is no model state.
+    """
+    archive = Archive(folder / shard.name)
+    tree = _state_of(archive)
+    if "module" not in tree:
+        raise _wrong(archive.path, "has no `module`")
+    module, odd = _module(archive, tree["module"])
+    names, shared = tree.get("buffer_names"), tree.get("shared_params")
+    frozen = tree.get("frozen_param_fragments")
+    frozen_shapes = tree.get("frozen_param_shapes")
+    masters, flat = _masters(archive, tree.get("optimizer"))
+    return ModelState(
+        shard=shard,
+        module=module,
+        odd_entries=odd,
+        buffer_names=frozenset(names) if isinstance(names, list | tuple | set) else None,
+        param_shapes=_param_shapes(archive.path, tree),
+        frozen_shapes=None
+        if frozen_shapes is None
+        else _shape_map(archive.path, frozen_shapes, "frozen_param_shapes"),
+        frozen=None
+        if not isinstance(frozen, Mapping)
+        else dict(zip(frozen, _spans(archive, list(frozen.values()), "frozen"), strict=True)),
+        shared_params=dict(shared) if isinstance(shared, Mapping) else None,
+        optimizer=masters,
+        flat_masters=flat,
+        zero_stage=_config_stage(tree.get("ds_config")),
+        global_steps=_integer(tree.get("global_steps")),
+        dp_world_size=_integer(tree.get("dp_world_size")),
+        mp_world_size=_integer(tree.get("mp_world_size")),
+        ds_version=_text(tree.get("ds_version")),
+    )
+
+
+def _module(
+    archive: Archive,
+    value: Any,  # noqa: ANN401
+) -> tuple[dict[str, ModuleEntry] | None, dict[str, str]]:
+    if value is None:
+        return None, {}
+    if not isinstance(value, Mapping):
+        raise _wrong(archive.path, f"`module` is a {type(value).__name__}")
+    entries, odd = {}, {}
+    for name, tensor in value.items():
+        if not isinstance(name, str):
+            raise _wrong(archive.path, f"`module` has the key {name!r}")
+        if isinstance(tensor, TensorRef):
+            entries[name] = ModuleEntry(tensor, archive.span(tensor))
+        elif isinstance(tensor, Mapping) and _holds_tensor(tensor):
+            raise UnsupportedLayoutError(
+                f"{archive.path}: `module` is nested ({name!r} holds tensors of its own), as "
+                "Megatron-DeepSpeed writes it; this version reads flat state dicts only"
+            )
+        else:
+            odd[name] = tensor.foreign_name if isinstance(tensor, Inert) else type(tensor).__name__
+    return entries, odd
+
+
+def _holds_tensor(tree: Mapping[Any, Any]) -> bool:
+    pending: list[Any] = [tree]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, TensorRef):
+            return True
+        if isinstance(value, Mapping):
+            pending.extend(value.values())
+    return False
+
+
+def _masters(
+    archive: Archive,
+    optimizer: Any,  # noqa: ANN401
+) -> tuple[tuple[tuple[TensorSpan, ...], ...] | None, bool]:
+    """Find stage 0's fp32 masters: flat groups (fused) or lists of shaped tensors (unfused)."""
+    if not isinstance(optimizer, Mapping):
+        return None, False
+    flat = optimizer.get("fp32_groups_flat")
+    if flat is not None:
+        return tuple((span,) for span in _spans(archive, flat, "fp32_groups_flat")), True
+    groups = optimizer.get("fp32_groups", ())
+    return tuple(tuple(_spans(archive, group, "fp32_groups")) for group in groups), False
+
+
+def _config_stage(config: Any) -> int | None:  # noqa: ANN401
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return _integer(zero.get("stage")) if isinstance(zero, Mapping) else None

@@ -1,0 +1,245 @@
+"""A restricted unpickler: tensors and plain containers are built, everything else stays inert.
+
+No class or function that a pickle names is ever imported or called. Tensors become
+:class:`TensorRef`, which say where the data lies without reading it; any other class becomes a
+subclass of :class:`Inert` that keeps constructor arguments and state readable, so that zero stage
+enums, loss scalers and argparse namespaces can be looked at without DeepSpeed or the training
+project being installed.
+
+Source for what torch pickles: ``torch/_utils.py`` (the ``_rebuild_*`` functions) and
+``torch/serialization.py`` (persistent ids of storages).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import io
+import pickle  # noqa: S403 - only its restricted subclass below is used
+from typing import Any
+
+from dist_consolidate.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage record of the archive: its key, element type and number of elements."""
+
+    key: str
+    dtype: DType
+    num_numel: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A pickled tensor: a view of a storage record.
+
+    Attributes:
+        storage: The record it looks into; tensors that share memory share it.
+        dtype: Element type.
+        offset_numel: First element, in elements of ``dtype`` from the start of the record.
+        shape: Shape.
+        stride: Stride in elements.
+        attributes: Python attributes that were pickled with it (ZeRO-3's ``ds_id``).
+    """
+
+    storage: StorageRef
+    dtype: DType
+    offset_numel: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    attributes: Any = None
+
+
+class Inert:
+    """Stand-in for an object of any foreign class; keeps what the pickle says about it.
+
+    Attributes:
+        args: Positional arguments it was to be constructed with.
+        state: The state it was to be given (usually its ``__dict__``).
+        items: Elements appended or set, for subclasses of list and dict.
+    """
+
+    foreign_name = ""
+
+    def __new__(cls, *args: Any, **_kwargs: Any) -> Inert:  # noqa: ANN401 - anything may come
+        """Keep the arguments; construct nothing."""
+        self = super().__new__(cls)
+        self.args, self.state, self.items = args, None, []
+        return self
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
+        """Do nothing."""
+
+    args: tuple[Any, ...]
+    state: Any
+    items: list[Any]
+
+    def __setstate__(self, state: Any) -> None:  # noqa: ANN401
+        """Keep the state unread."""
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401
+        """Keep an item of a dict subclass."""
+        self.items.append((key, value))
+
+    def append(self, value: Any) -> None:  # noqa: ANN401
+        """Keep an element of a list subclass."""
+        self.items.append(value)
+
+    def attribute(self, name: str) -> Any:  # noqa: ANN401
+        """Look an attribute up in the kept state; ``None`` if it is not there."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StorageType:
+    dtype: DType | None
+
+
+def _shape(value: Any) -> tuple[int, ...]:  # noqa: ANN401
+    shape = tuple(value)
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise pickle.UnpicklingError(f"a tensor has the shape or stride {shape!r}")
+    return shape
+
+
+def _rebuild_tensor(
+    storage: StorageRef, offset: int, size: Any, stride: Any, *_rest: Any
+) -> TensorRef:
+    shape, steps = _shape(size), _shape(stride)
+    if not isinstance(storage, StorageRef) or type(offset) is not int or offset < 0:
+        raise pickle.UnpicklingError("a tensor does not look into a storage")
+    if len(shape) != len(steps):
+        raise pickle.UnpicklingError(f"a tensor has shape {shape} but stride {steps}")
+    return TensorRef(storage, storage.dtype, offset, shape, steps)
+
+
+def _rebuild_tensor_v3(
+    storage: StorageRef,
+    offset: int,
+    size: Any,
+    stride: Any,
+    _requires_grad: bool,
+    _hooks: Any,
+    dtype: DType,
+    *_rest: Any,
+) -> TensorRef:
+    if not isinstance(dtype, DType):
+        raise pickle.UnpicklingError("a tensor has an unknown element type")
+    return dataclasses.replace(_rebuild_tensor(storage, offset, size, stride), dtype=dtype)
+
+
+def _rebuild_parameter(data: Any, *_rest: Any) -> Any:  # noqa: ANN401
+    return data
+
+
+def _rebuild_from_type(func: Any, _kind: Any, args: Any, state: Any) -> Any:  # noqa: ANN401
+    if func not in (_rebuild_tensor, _rebuild_tensor_v3, _rebuild_parameter):
+        return Inert(func, args, state)
+    built = func(*args)
+    return dataclasses.replace(built, attributes=state) if isinstance(built, TensorRef) else built
+
+
+def _reconstructor(cls: Any, *_rest: Any) -> Inert:  # noqa: ANN401
+    return cls() if isinstance(cls, type) and issubclass(cls, Inert) else Inert(cls)
+
+
+def _encode(text: Any, encoding: Any = "utf-8") -> Any:  # noqa: ANN401
+    plain = isinstance(text, str) and encoding in ("latin1", "latin-1", "utf-8")
+    return text.encode(encoding) if plain else Inert(text, encoding)
+
+
+def _defaultdict(*_args: Any) -> dict[Any, Any]:  # noqa: ANN401
+    return {}
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): _defaultdict,
+    ("torch", "Size"): _shape,
+    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+    ("torch.storage", "UntypedStorage"): _StorageType(None),
+    ("torch", "UntypedStorage"): _StorageType(None),
+    ("_codecs", "encode"): _encode,
+    ("copyreg", "_reconstructor"): _reconstructor,
+    ("copy_reg", "_reconstructor"): _reconstructor,
+}
+for _builtins in ("builtins", "__builtin__"):
+    for _kind in (set, frozenset, list, dict, tuple):
+        _KNOWN[_builtins, _kind.__name__] = _kind
+for _class_name, _dtype in BY_STORAGE_CLASS.items():
+    _KNOWN["torch", _class_name] = _KNOWN["torch.cuda", _class_name] = _StorageType(_dtype)
+for _dtype in BY_NAME.values():
+    _KNOWN["torch", _dtype.name] = _dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._foreign: dict[tuple[str, str], type[Inert]] = {}
+        self._storages: dict[str, StorageRef] = {}
+
+    def find_class(self, module_name: str, global_name: str) -> Any:  # noqa: ANN401
+        known = _KNOWN.get((module_name, global_name))
+        if known is not None:
+            return known
+        key = (module_name, global_name)
+        if key not in self._foreign:
+            full_name = f"{module_name}.{global_name}"
+            self._foreign[key] = type("Inert", (Inert,), {"foreign_name": full_name})
+        return self._foreign[key]
+
+    def persistent_load(self, pid: Any) -> StorageRef:  # noqa: ANN401
+        if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
+            raise pickle.UnpicklingError("an object is stored outside the file")
+        _, kind, key, _location, num_numel = pid[:5]
+        known = self._storages.get(key) if isinstance(key, str) else None
+        if known is not None:
+            return known
+        if not isinstance(kind, _StorageType) or not isinstance(key, str):
+            raise pickle.UnpicklingError("a storage has an unknown element type")
+        if type(num_numel) is not int or num_numel < 0:
+            raise pickle.UnpicklingError(f"storage {key} claims {num_numel!r} elements")
+        storage = StorageRef(key, kind.dtype or UINT8, num_numel)
+        self._storages[key] = storage
+        return storage
+
+
+# What the pickle machine itself raises on damaged or hostile input.
+_BAD_PICKLE: tuple[type[Exception], ...] = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+def loads(data: bytes) -> Any:  # noqa: ANN401
+    """Unpickle without importing or running anything the pickle names.
+
+    Args:
+        data: The bytes of an archive's ``data.pkl``.
+
+    Returns:
+        Plain containers and scalars, :class:`TensorRef` for tensors, :class:`Inert` for the rest.
+
+    Raises:
+        ValueError: If the bytes are no well-formed pickle of that kind.
+    """
+    try:
+        return _Unpickler(data).load()
+    except _BAD_PICKLE as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+

@@ -1,0 +1,167 @@
+"""Stages 1 and 2 (and BF16_Optimizer): metadata to flat groups and slots.
+
+Every rank holds the next slice of each flat group, so that the concatenation in rank order is the
+group, whatever padding was cut off which rank; sizes are taken from the files and never computed
+from recorded paddings.
+
+Sources: DeepSpeed's ``stage_1_and_2.py`` and ``bf16_optimizer.py``; ``module`` holds views of the
+16-bit flat buffers, whose offsets testify to the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dist_consolidate.checkpoint.extents import TensorSpan
+from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
+from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState, Shapes
+from dist_consolidate.errors import Problems
+
+# DeepSpeed pads a group to a multiple of 2 * ranks (nccl_start_alignment_factor), releases before
+# 0.5.2 to a multiple of the ranks. More surplus than twice that is no padding but another layout.
+_MAX_PADDING_PER_RANK_NUMEL = 4
+
+
+def build(
+    model: ModelState, optims: Sequence[OptimState], problems: Problems
+) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+    """Lay out the flat groups of stages 1 and 2.
+
+    Args:
+        model: The model states of rank 0.
+        optims: The optimizer states of every rank, in rank order.
+        problems: Takes what contradicts the layout.
+
+    Returns:
+        The flat groups, and the source of each tensor in them, in flat order.
+    """
+    shapes = shapes_by_group(model, optims[0], problems)
+    groups, sources = [], {}
+    for index, group_shapes in enumerate(shapes):
+        parts = [optim.parts[index] for optim in optims]
+        paddings = optims[0].alignment_paddings
+        padding = paddings[index] if paddings and index < len(paddings) else ()
+        slots, end_numel = _slots(len(groups), group_shapes, padding)
+        group = flat_group(f"param group {index}", parts, striped=False, problems=problems)
+        _check_size(group, end_numel, len(optims), problems)
+        _check_against_module(model, group.label, slots, problems)
+        for name, slot in slots.items():
+            shape = group_shapes[name]
+            sources[name] = Source("fp32 partition", shape, group.dtype, slot)
+        groups.append(group)
+    return tuple(groups), sources
+
+
+def shapes_by_group(model: ModelState, optim: OptimState, problems: Problems) -> list[Shapes]:
+    """Pair the recorded shapes with the groups; entries that are empty on one side are skipped.
+
+    Args:
+        model: The model states of rank 0.
+        optim: The optimizer states of rank 0 (releases before 0.6 keep the shapes there).
+        problems: Takes a mismatch.
+
+    Returns:
+        One mapping of names to shapes per group; as many as there are groups.
+    """
+    recorded = model.param_shapes if model.param_shapes is not None else optim.param_shapes
+    if recorded is None:
+        problems.add(f"{model.shard.name}: has no param_shapes; nothing tells the layout")
+        return []
+    shapes = list(recorded)
+    if len(shapes) != len(optim.parts):
+        empty = [not any(math.prod(s) for s in group.values()) for group in shapes]
+        shapes = [group for group, is_empty in zip(shapes, empty, strict=True) if not is_empty]
+    if len(shapes) != len(optim.parts):
+        problems.add(
+            f"{optim.shard.name}: holds {len(optim.parts)} flat groups, but param_shapes of "
+            f"{model.shard.name} describes {len(recorded)}"
+        )
+        return []
+    return shapes
+
+
+def flat_group(
+    label: str, parts: Sequence[TensorSpan], *, striped: bool, problems: Problems
+) -> FlatGroup:
+    """Join the ranks' parts of one group, which must be flat and of one element type.
+
+    Args:
+        label: What to call the group in a message.
+        parts: Every rank's part, in rank order.
+        striped: See :class:`FlatGroup`.
+        problems: Takes parts that are not flat, or differ in element type.
+
+    Returns:
+        The group.
+    """
+    dtype = next((part.dtype for part in parts if part.num_numel), parts[0].dtype)
+    for part in parts:
+        if len(part.shape) != 1 or not part.is_contiguous:
+            problems.add(f"{part.file}: {label} has shape {list(part.shape)}, expected a flat one")
+        elif part.num_numel and part.dtype != dtype:
+            problems.add(
+                f"{part.file}: {label} is {part.dtype.name}, but {dtype.name} on other ranks"
+            )
+    flat = [TensorSpan(p.file, p.offset_bytes, dtype, (p.num_numel,), (1,)) for p in parts]
+    return FlatGroup(label, striped, dtype, tuple(part.extent() for part in flat))
+
+
+def _slots(
+    group: int, shapes: Shapes, paddings: Sequence[int]
+) -> tuple[dict[str, FlatSlot], int]:
+    slots, offset = {}, 0
+    for index, (name, shape) in enumerate(shapes.items()):
+        slots[name] = FlatSlot(group, offset)
+        offset += math.prod(shape)
+        # Recorded gaps lie behind each parameter; the last one's gap may be cut off on disk.
+        if index + 1 < len(shapes):
+            offset += paddings[index] if index < len(paddings) else 0
+    return slots, offset
+
+
+def _check_size(group: FlatGroup, need_numel: int, ranks: int, problems: Problems) -> None:
+    width = group.dtype.itemsize_bytes
+    held = [part.num_bytes // width for part in group.parts]
+    if sum(held) < need_numel:
+        problems.add(
+            f"{group.label}: its parameters need {need_numel} elements, but the ranks hold "
+            f"{sum(held)} ({', '.join(map(str, held[:8]))}{', ...' if len(held) > 8 else ''})"
+        )
+    elif sum(held) > need_numel + _MAX_PADDING_PER_RANK_NUMEL * ranks:
+        problems.add(
+            f"{group.label}: the ranks hold {sum(held)} elements, but its parameters need only "
+            f"{need_numel}; that is more than padding, so the recorded shapes do not describe it"
+        )
+
+
+def _check_against_module(
+    model: ModelState, label: str, slots: dict[str, FlatSlot], problems: Problems
+) -> None:
+    """Compare with ``module``, whose tensors are views of the group's 16-bit twin.
+
+    That holds where all of them look into one storage; a module that was cloned before saving
+    testifies to nothing.
+    """
+    entries = {
+        name: model.module[name]
+        for name in slots
+        if model.module and name in model.module and model.module[name].span.num_numel
+    }
+    if len(entries) < 2 or len({entry.ref.storage.key for entry in entries.values()}) != 1:
+        return
+    wrong = [name for name, entry in entries.items() if not _agrees(entry, slots[name])]
+    if wrong:
+        first = wrong[0]
+        entry = entries[first]
+        problems.add(
+            f"{label}: {len(wrong)} of {len(entries)} parameters lie elsewhere in `module`'s flat "
+            f"buffer than the recorded layout says; the first is {first!r}: offset "
+            f"{entry.ref.offset_numel}, stride {list(entry.ref.stride)}, expected offset "
+            f"{slots[first].offset_numel}, contiguous. ZenFlow (0.17.5 to 0.19.6) and round-robin "
+            "of before 0.4.4 write such files, which this version does not read"
+        )
+
+
+def _agrees(entry: ModuleEntry, slot: FlatSlot) -> bool:
+    return entry.ref.offset_numel == slot.offset_numel and entry.span.is_contiguous

@@ -1,0 +1,181 @@
+"""The command line. torch is imported only after the arguments have been found good."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dist_consolidate._version import __version__
+from dist_consolidate.errors import ConsolidateError, RankError, UsageError
+from dist_consolidate.options import CHOICES, Options, load_config, make_options
+from dist_consolidate.units import format_bytes, plural
+
+if TYPE_CHECKING:
+    from dist_consolidate.consolidation import Report
+
+_DESCRIPTION = """\
+Consolidate the ZeRO shards of a DeepSpeed run into safetensors or .bin files with every key of
+the model. Start one process, or one per GPU with torchrun:
+
+    torchrun --nproc_per_node=4 -m dist_consolidate CKPT_DIR [OUTPUT_DIR]
+"""
+_EPILOG = """\
+exit codes: 0 done, 2 usage, 3 checkpoint incomplete or unreadable, 4 not enough disk or memory,
+1 anything else
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dist-consolidate",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("ckpt_dir", metavar="CKPT_DIR", help="folder DeepSpeed saved into, or a tag folder")
+    add(
+        "output_dir", metavar="OUTPUT_DIR", nargs="?", help="default: CKPT_DIR/consolidated/TAG"
+    )
+    add("-t", "--tag", metavar="TAG", help="default: what `latest` names, else the newest step")
+    add("--format", choices=CHOICES["format"], help="default: safetensors")
+    add(
+        "--dtype",
+        choices=CHOICES["dtype"],
+        help="of floating tensors; keep: the most precise copy's own (default: fp32)",
+    )
+    add("--max-shard-size", metavar="SIZE", help="upper bound of a file, or none (default: 5GB)")
+    add(
+        "--ties",
+        choices=CHOICES["ties"],
+        help="tied names: copy (in full; default for safetensors), drop (keep one name), alias "
+        "(share a storage; default for bin)",
+    )
+    add("--tie", metavar="NAME=SOURCE", action="append", help="a tie to add (repeatable)")
+    add(
+        "--allow-missing",
+        metavar="GLOB",
+        action="append",
+        help="keys that may be left out if they have no data (repeatable)",
+    )
+    add(
+        "--exclude-frozen",
+        "--exclude-frozen-parameters",
+        action="store_true",
+        help="leave frozen parameters out",
+    )
+    add(
+        "--transport",
+        choices=CHOICES["transport"],
+        help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "
+        "gather",
+    )
+    add("--writers", metavar="N|all", help="ranks that write (default: 1; with direct: all)")
+    add(
+        "--bucket-size",
+        metavar="SIZE",
+        help="what one round moves, all ranks together (default: auto)",
+    )
+    add("--device", choices=CHOICES["device"], help="default: auto")
+    add("--overwrite", action="store_true", help="replace an earlier result")
+    add("--config", metavar="FILE.toml", help="options from a file; the command line wins")
+    add("--version", action="version", version=f"%(prog)s {__version__}")
+    return parser
+
+
+def _hyphenated(argument: str) -> str:
+    """Accept ``--max_shard_size`` for ``--max-shard-size``; values are left alone."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def parse(arguments: Sequence[str]) -> tuple[str, str | None, Options]:
+    """Parse a command line.
+
+    Args:
+        arguments: Without the program's name.
+
+    Returns:
+        Checkpoint folder, output folder (``None`` for the default) and options.
+
+    Raises:
+        UsageError: If a value is wrong, or the configuration file is.
+        SystemExit: From argparse, for ``--help`` and unknown options.
+    """
+    given: dict[str, Any] = vars(_parser().parse_args([_hyphenated(a) for a in arguments]))
+    ckpt_dir, output_dir = given.pop("ckpt_dir"), given.pop("output_dir", None)
+    config = given.pop("config", None)
+    values = load_config(Path(config)) if config is not None else {}
+    return ckpt_dir, output_dir, make_options({**values, **given})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Without the program's name; ``None`` for those of this process.
+
+    Returns:
+        The exit code.
+    """
+    leads = os.environ.get("RANK", "0") == "0"
+    if not leads:
+        # argparse writes its own messages; one rank's are enough.
+        sys.stderr, said = Path(os.devnull).open("w"), sys.stderr  # noqa: SIM115
+    try:
+        ckpt_dir, output_dir, options = parse(sys.argv[1:] if arguments is None else arguments)
+    except UsageError as error:
+        print(f"dist-consolidate: error: {error}", file=sys.stderr)
+        return error.exit_code
+    finally:
+        if not leads:
+            sys.stderr = said
+    try:
+        return _consolidate(ckpt_dir, output_dir, options, leads)
+    except ConsolidateError as error:
+        # Every rank raises; what all of them know is said once.
+        if leads or not isinstance(error, RankError):
+            print(f"dist-consolidate: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _consolidate(ckpt_dir: str, output_dir: str | None, options: Options, leads: bool) -> int:
+    from dist_consolidate.api import run
+
+    report = run(ckpt_dir, output_dir, options, launch=True)
+    if leads:
+        for line in _summary(report):
+            print(line)
+    return 0
+
+
+def _summary(report: Report) -> list[str]:
+    facts = report.facts
+    found = f"tag {facts['tag']} ({facts['tag_chosen']}), ZeRO stage {facts['stage']}"
+    lines = [
+        f"{found}, {plural(int(facts['world_size'] or 1), 'rank')}, step {facts['step']}",
+        f"{plural(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)} in "
+        f"{plural(len(report.files), 'file')} at {report.output_dir}",
+    ]
+    if report.ties:
+        pairs = [f"{alias} = {holder}" for alias, holder in report.ties.items()]
+        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+        lines.append(f"ties: {', '.join(pairs[:5])}{more}")
+    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"left out: {name}: {reason}" for name, reason in report.left_out.items()]
+    rate = report.num_bytes / max(report.duration_sec, 1e-9)
+    lines.append(
+        f"done in {report.duration_sec:.1f} s ({format_bytes(rate)}/s, transport "
+        f"{report.transport})"
+    )
+    return lines

@@ -1,0 +1,84 @@
+"""Every error a user can meet, and the exit code that goes with it.
+
+All of them derive from :class:`ConsolidateError`, so one ``except`` catches what the tool refuses.
+An error message names the file, the rank and the tensor it speaks of, says what was found and
+what was expected, and ends with what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConsolidateError(Exception):
+    """Base class of all errors raised on purpose; ``exit_code`` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UsageError(ConsolidateError):
+    """The request contradicts itself or cannot be carried out as asked (exit code 2)."""
+
+    exit_code = 2
+
+
+class CheckpointError(ConsolidateError):
+    """The checkpoint is incomplete, inconsistent or unreadable (exit code 3)."""
+
+    exit_code = 3
+
+
+class UnsupportedLayoutError(CheckpointError):
+    """The checkpoint is of a kind that this version does not read (exit code 3)."""
+
+
+class ResourceError(ConsolidateError):
+    """Not enough disk space or memory for the request (exit code 4)."""
+
+    exit_code = 4
+
+
+class RankError(ConsolidateError):
+    """Another rank failed; carries that rank's message and exit code, so that all ranks agree."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        """Keep the failing rank's exit code beside its message."""
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Problems:
+    """Collects problems so that they are raised once, together, before the first byte is written."""
+
+    def __init__(self) -> None:
+        """Start with no problem."""
+        self._messages: list[str] = []
+
+    def add(self, message: str) -> None:
+        """Note one problem (a sentence without a trailing newline)."""
+        self._messages.append(message)
+
+    def __bool__(self) -> bool:
+        """Tell whether anything was noted."""
+        return bool(self._messages)
+
+    def raise_if_any(self, headline: str, advice: str = "") -> None:
+        """Raise a :class:`CheckpointError` that lists every problem noted.
+
+        Args:
+            headline: What was being done, without a trailing colon.
+            advice: What the user can do about it; a closing line.
+
+        Raises:
+            CheckpointError: If at least one problem was noted.
+        """
+        if self._messages:
+            raise CheckpointError(listing(headline, self._messages, advice))
+
+
+def listing(headline: str, items: Sequence[str], advice: str = "") -> str:
+    """Format a headline, one line for each distinct item, and an optional closing line."""
+    lines = [f"{headline}:", *(f"  - {item}" for item in dict.fromkeys(items))]
+    if advice:
+        lines.append(advice)
+    return "\n".join(lines)

@@ -1,0 +1,174 @@
+"""Every option of a consolidation, checked before anything is touched, and the TOML file for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from dist_consolidate.errors import UsageError
+from dist_consolidate.units import parse_size
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "format": ("safetensors", "bin"),
+    "dtype": ("fp32", "bf16", "fp16", "keep"),
+    "ties": ("copy", "drop", "alias"),
+    "transport": ("auto", "allgather", "gather", "direct"),
+    "device": ("auto", "cpu", "cuda"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
+        tag: Tag to read; ``None`` for ``latest``, else the newest step.
+        format: ``safetensors`` or ``bin``.
+        dtype: Element type of floating tensors: ``fp32``, ``bf16``, ``fp16``, or ``keep`` for that
+            of the most precise copy.
+        max_shard_size: Upper bound of a file, such as ``5GB``, or ``none``.
+        ties: ``copy``, ``drop`` or ``alias``; ``None`` for the format's default.
+        tie: Ties on top of those found, each ``NAME=SOURCE``.
+        allow_missing: Globs of keys that may be left out if they have no data.
+        exclude_frozen: Leave frozen parameters out.
+        transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
+        writers: How many ranks write, or ``all``; ``None`` for the transport's default.
+        bucket_size: What one round moves, all ranks together, or ``auto``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        overwrite: Replace an earlier result.
+    """
+
+    tag: str | None = None
+    format: str = "safetensors"
+    dtype: str = "fp32"
+    max_shard_size: str | int | None = "5GB"
+    ties: str | None = None
+    tie: tuple[str, ...] = ()
+    allow_missing: tuple[str, ...] = ()
+    exclude_frozen: bool = False
+    transport: str = "auto"
+    writers: str | int | None = None
+    bucket_size: str | int = "auto"
+    device: str = "auto"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Check each value, and what goes together.
+
+        Raises:
+            UsageError: Naming the option, what was found and what is possible.
+        """
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (name == "ties" and value is None):
+                raise UsageError(f"{_flag(name)} {value}: must be one of {', '.join(choices)}")
+        for name in ("exclude_frozen", "overwrite"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")
+        if self.format == "safetensors" and self.ties == "alias":
+            raise UsageError(
+                "--ties alias: tensors in a safetensors file cannot share bytes; use copy or drop, "
+                "or --format bin"
+            )
+        _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs
+
+    @property
+    def tie_policy(self) -> str:
+        """How tied names are written."""
+        return self.ties or ("copy" if self.format == "safetensors" else "alias")
+
+    @property
+    def max_shard_bytes(self) -> int | None:
+        """Upper bound of a file in bytes; ``None`` for a single file."""
+        if self.max_shard_size is None or str(self.max_shard_size).lower() == "none":
+            return None
+        return _size("max_shard_size", self.max_shard_size)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Bucket size in bytes; ``None`` for the budget's."""
+        auto = self.bucket_size == "auto"
+        return None if auto else _size("bucket_size", self.bucket_size)
+
+    def num_writers(self, size: int) -> int | None:
+        """Give how many of ``size`` ranks write; ``None`` for the transport's default."""
+        if self.writers is None:
+            return None
+        if self.writers == "all":
+            return size
+        text = str(self.writers)
+        if not text.isdigit() or int(text) < 1:
+            raise UsageError(f"--writers {text}: must be a number of ranks, at least 1, or all")
+        return min(int(text), size)
+
+    @property
+    def tie_pairs(self) -> tuple[tuple[str, str], ...]:
+        """The ``--tie`` options as pairs of name and source."""
+        pairs = []
+        for text in self.tie:
+            name, equals, source = str(text).partition("=")
+            if not (name and equals and source):
+                raise UsageError(f"--tie {text}: must be NAME=SOURCE")
+            pairs.append((name.strip(), source.strip()))
+        return tuple(pairs)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _size(name: str, value: str | int) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise UsageError(f"{_flag(name)}: {error}") from error
+
+
+def make_options(values: dict[str, Any]) -> Options:
+    """Make options from loosely typed values, as the API or a TOML file gives them.
+
+    Args:
+        values: Option names with underscores.
+
+    Returns:
+        The options.
+
+    Raises:
+        UsageError: If a name or a value is wrong.
+    """
+    known = {field.name for field in dataclasses.fields(Options)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UsageError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    cleaned = dict(values)
+    for name in ("tie", "allow_missing"):
+        if name in cleaned:
+            given = cleaned[name]
+            cleaned[name] = (given,) if isinstance(given, str) else tuple(given)
+    return Options(**cleaned)
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """Read options from a TOML file.
+
+    Args:
+        path: The file; its keys are the option names, with underscores or hyphens.
+
+    Returns:
+        Option names with underscores, and their values.
+
+    Raises:
+        UsageError: If it cannot be read, is no TOML, or has an unknown key.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--config {path}: {error}") from error
+    values = {name.replace("-", "_"): value for name, value in raw.items()}
+    try:
+        make_options(values)
+    except UsageError as error:
+        raise UsageError(f"--config {path}: {error}") from error
+    return values

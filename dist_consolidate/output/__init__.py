@@ -1,0 +1,1 @@
+"""Results one can trust: file formats, index, manifest and atomic publishing."""

@@ -1,0 +1,147 @@
+"""CRC-32 of data that several writers checksum in pieces.
+
+Writers see parts of a tensor, in any order and on any rank, while a zip file needs one checksum
+for the whole. A CRC is linear over GF(2), so the checksum of ``a + b`` follows from those of ``a``
+and ``b`` and the length of ``b``; no byte is read twice. The idea is that of zlib's
+``crc32_combine``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dist_consolidate.errors import ConsolidateError
+from dist_consolidate.plan.outputs import StoredTensor
+
+# CRC-32 values are polynomials over GF(2) with the coefficient of x**0 in the highest bit.
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+
+
+def combine_crc32(crc1: int, crc2: int, num_bytes2: int) -> int:
+    """Give the CRC-32 of two byte strings put together.
+
+    Args:
+        crc1: CRC-32 of the first.
+        crc2: CRC-32 of the second.
+        num_bytes2: Length of the second in bytes.
+
+    Returns:
+        What ``zlib.crc32(first + second)`` returns.
+    """
+    return _product(_shift_by_bytes(num_bytes2), crc1) ^ crc2
+
+
+def _product(left: int, right: int) -> int:
+    """Multiply two polynomials modulo the CRC's."""
+    result = 0
+    while left:
+        if left & _ONE:
+            result ^= right
+        left = (left << 1) & 0xFFFFFFFF
+        right = (right >> 1) ^ (_POLYNOMIAL if right & 1 else 0)
+    return result
+
+
+@functools.cache
+def _shift_by_power(exponent: int) -> int:
+    """Give x**(8 * 2**exponent): what 2**exponent further bytes multiply a checksum by."""
+    if exponent == 0:
+        return _ONE >> 8
+    half = _shift_by_power(exponent - 1)
+    return _product(half, half)
+
+
+# Pieces come in a few sizes only (whole buckets and the rests of tensors).
+@functools.lru_cache(maxsize=4096)
+def _shift_by_bytes(num_bytes: int) -> int:
+    """Give x**(8 * num_bytes)."""
+    result = _ONE
+    for exponent in range(num_bytes.bit_length()):
+        if num_bytes >> exponent & 1:
+            result = _product(_shift_by_power(exponent), result)
+    return result
+
+
+class CrcPiece(NamedTuple):
+    """The checksum of a part of a stored tensor.
+
+    Attributes:
+        tensor_index: Which stored tensor of the file.
+        start_bytes: Where the part begins, in bytes from the start of the tensor.
+        num_bytes: How long it is.
+        crc: Its CRC-32.
+    """
+
+    tensor_index: int
+    start_bytes: int
+    num_bytes: int
+    crc: int
+
+
+class CrcLedger:
+    """Collects the checksums of the parts of one file's stored tensors, in any order."""
+
+    def __init__(self, pieces: Iterable[CrcPiece] = ()) -> None:
+        """Start with pieces that were noted elsewhere, or with none.
+
+        Args:
+            pieces: What :attr:`pieces` of other ledgers of the same file gave.
+        """
+        self._pieces = list(pieces)
+
+    @property
+    def pieces(self) -> tuple[CrcPiece, ...]:
+        """All pieces noted: plain tuples that can be sent to another process."""
+        return tuple(self._pieces)
+
+    def add(self, tensor_index: int, start_bytes: int, num_bytes: int, crc: int) -> None:
+        """Note the CRC-32 of a part of a stored tensor (see :class:`CrcPiece`)."""
+        self._pieces.append(CrcPiece(tensor_index, start_bytes, num_bytes, crc))
+
+    def extend(self, pieces: Iterable[CrcPiece]) -> None:
+        """Take over pieces that another process noted for the same file."""
+        self._pieces.extend(pieces)
+
+    def tensor_crcs(self, tensors: Sequence[StoredTensor]) -> tuple[int, ...]:
+        """Put the pieces together.
+
+        Args:
+            tensors: The file's stored tensors.
+
+        Returns:
+            The CRC-32 of each stored tensor's bytes, in order.
+
+        Raises:
+            ConsolidateError: If the pieces leave out, repeat or exceed bytes of a tensor.
+        """
+        by_tensor: dict[int, list[CrcPiece]] = {}
+        for index, group in itertools.groupby(sorted(self._pieces), key=lambda item: item[0]):
+            by_tensor[index] = list(group)
+        crcs = [_tensor_crc(by_tensor.pop(i, []), item) for i, item in enumerate(tensors)]
+        if by_tensor:
+            raise ConsolidateError(
+                f"checksums were noted for tensors {sorted(by_tensor)}, but the file has "
+                f"{len(tensors)}"
+            )
+        return tuple(crcs)
+
+
+def _tensor_crc(pieces: Sequence[CrcPiece], tensor: StoredTensor) -> int:
+    crc = end_bytes = 0
+    for piece in pieces:
+        if piece.start_bytes != end_bytes:
+            break
+        crc = combine_crc32(crc, piece.crc, piece.num_bytes)
+        end_bytes += piece.num_bytes
+    else:
+        if end_bytes == tensor.num_bytes:
+            return crc
+    spans = ", ".join(f"{p.start_bytes}+{p.num_bytes}" for p in pieces[:20]) or "nothing"
+    raise ConsolidateError(
+        f"the writers did not cover {tensor.names[0]} exactly once: it has {tensor.num_bytes:,} "
+        f"bytes, and they wrote (start+length) {spans}; please report this"
+    )

@@ -1,0 +1,1 @@
+"""What goes where: pure planning, without I/O and without torch.distributed."""

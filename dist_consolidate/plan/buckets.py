@@ -1,0 +1,409 @@
+"""Buckets: what one round of transport moves, all ranks together.
+
+A phase is a table of rows; a bucket is a range of its columns. Each row is read by one rank, and
+all rows of a bucket together hold pieces of tensors whose places in the output are known.
+
+* :class:`LanePhase`: a row is one rank's shard, read from front to back. This is the shape of an
+  all-gather of flat partitions, and of ZeRO-3, where a column range holds whole tensors.
+* :class:`SpacePhase`: one address space of things that lie one after another (the concatenation
+  of stage 1 and 2, whole tensors), cut into buckets and each bucket into equal rows.
+
+Pieces are computed when a bucket is asked for: a checkpoint of a thousand shards has a hundred
+million fragments, and no list of them is ever made.
+
+Legend: ``N`` parts of a group, addresses are bytes from the start of a row or space.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from dist_consolidate.checkpoint.extents import Extent, TensorSpan
+from dist_consolidate.checkpoint.model import FlatGroup
+from dist_consolidate.plan.plan import Plan
+
+ALIGNMENT_BYTES = 16  # the widest element; every section begins at a multiple of it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes to fetch into a row.
+
+    Attributes:
+        at_bytes: Where in the row they go.
+        extent: The byte range, where the data is contiguous.
+        span: Otherwise a strided tensor, of which the row-major elements
+            ``[start_numel, stop_numel)`` are wanted.
+        start_numel: See ``span``.
+        stop_numel: See ``span``.
+    """
+
+    at_bytes: int
+    extent: Extent | None = None
+    span: TensorSpan | None = None
+    start_numel: int = 0
+    stop_numel: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of one tensor inside a bucket: a block of ``num_rows`` by ``num_numel``.
+
+    Row ``i`` of the block holds the tensor's elements from ``start_numel + i * step_numel`` on;
+    what reaches beyond the tensor's end is padding and goes nowhere.
+
+    Attributes:
+        tensor: Index in the plan.
+        row: First row of the bucket.
+        num_rows: Rows.
+        at_bytes: Where in each row the elements begin.
+        num_numel: Elements in each row.
+        start_numel: The first element's index in the tensor.
+        step_numel: Distance between rows, in elements of the tensor.
+    """
+
+    tensor: int
+    row: int
+    num_rows: int
+    at_bytes: int
+    num_numel: int
+    start_numel: int
+    step_numel: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Member:
+    """A tensor in a group: its offset and what it takes up there, in elements."""
+
+    offset_numel: int
+    taken_numel: int
+    tensor: int
+    num_numel: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Section:
+    """A group or a tensor at its place in a row or space."""
+
+    base_bytes: int
+    num_bytes: int
+    group: FlatGroup | None
+    members: tuple[_Member, ...]
+    span: TensorSpan | None = None
+    # Stage 1 and 2: where each part begins in the concatenation, in bytes.
+    starts_bytes: tuple[int, ...] = ()
+
+
+class Phase:
+    """A table of rows, cut into buckets of columns.
+
+    Attributes:
+        num_rows: Rows.
+        row_bytes: Width of a bucket: bytes of each row in it.
+        num_buckets: Buckets.
+    """
+
+    def __init__(self, num_rows: int, total_bytes: int, bucket_bytes: int) -> None:
+        """Choose the width: an equal share of the bucket, never wider than what is there."""
+        self.num_rows = num_rows
+        share = max(bucket_bytes // num_rows // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
+        self.row_bytes = min(share, _aligned(total_bytes))
+        self.num_buckets = -(-total_bytes // self.row_bytes) if total_bytes else 0
+
+    def reads(self, bucket: int, row: int) -> Iterator[Read]:
+        """Give what to fetch for one row of a bucket."""
+        raise NotImplementedError
+
+    def pieces(self, bucket: int) -> Iterator[Piece]:
+        """Give the pieces of tensors that the rows of a bucket hold."""
+        raise NotImplementedError
+
+    def row_files(self, row: int) -> frozenset[str]:
+        """Name the shards that a row is read from, in whichever bucket."""
+        raise NotImplementedError
+
+
+class LanePhase(Phase):
+    """One row per part of the groups: every part is read from front to back."""
+
+    def __init__(
+        self, groups: Sequence[FlatGroup], members: Sequence[Sequence[_Member]], bucket_bytes: int
+    ) -> None:
+        """Lay the groups one after another in each row.
+
+        Args:
+            groups: Flat groups with equally many parts.
+            members: The tensors in each, by offset.
+            bucket_bytes: What one bucket holds, all rows together.
+        """
+        self._sections: list[_Section] = []
+        base = 0
+        for group, inside in zip(groups, members, strict=True):
+            width, need = group.dtype.itemsize_bytes, _end_numel(inside)
+            longest = max(part.num_bytes for part in group.parts)
+            length = min(longest, need * width)
+            starts = _starts_bytes(group)
+            section = _Section(base, length, group, tuple(inside), starts_bytes=starts)
+            self._sections.append(section)
+            base += _aligned(length)
+        self._bases = [section.base_bytes for section in self._sections]
+        self._num_parts = len(groups[0].parts)
+        super().__init__(self._num_parts, base, bucket_bytes)
+
+    def _overlapping(self, bucket: int) -> Iterator[tuple[_Section, int, int, int]]:
+        """Give each section of a bucket with its byte range, and where that lies in the row."""
+        low = bucket * self.row_bytes
+        high = low + self.row_bytes
+        for section in _between(self._sections, self._bases, low, high):
+            start = max(low - section.base_bytes, 0)
+            stop = min(high - section.base_bytes, section.num_bytes)
+            if start < stop:
+                yield section, start, stop, section.base_bytes + start - low
+
+    def reads(self, bucket: int, row: int) -> Iterator[Read]:
+        """Give what to fetch for one row of a bucket (see :class:`Phase`)."""
+        for section, start, stop, at in self._overlapping(bucket):
+            assert section.group is not None
+            part = section.group.parts[row]
+            stop = min(stop, _useful_bytes(section, row))
+            if start < stop:
+                yield Read(at, Extent(part.file, part.offset_bytes + start, stop - start))
+
+    def pieces(self, bucket: int) -> Iterator[Piece]:
+        """Give the pieces in a bucket (see :class:`Phase`)."""
+        for section, start, stop, at in self._overlapping(bucket):
+            assert section.group is not None
+            width = section.group.dtype.itemsize_bytes
+            if section.group.striped:
+                columns = (start // width, stop // width)
+                yield from _striped_pieces(section, columns, at, self._num_parts)
+                continue
+            for row, origin in enumerate(section.starts_bytes):
+                end = min(stop, _useful_bytes(section, row))
+                yield from _linear_pieces(section, origin + start, origin + end, row, at)
+
+    def row_files(self, row: int) -> frozenset[str]:
+        """Name the shards of one row (see :class:`Phase`)."""
+        groups = [section.group for section in self._sections if section.group]
+        return frozenset(group.parts[row].file for group in groups)
+
+
+class SpacePhase(Phase):
+    """Things that lie one after another; a bucket is cut into equal rows."""
+
+    def __init__(self, sections: Sequence[_Section], num_rows: int, bucket_bytes: int) -> None:
+        """Cut the space.
+
+        Args:
+            sections: Concatenated groups, or whole tensors.
+            num_rows: Rows of a bucket.
+            bucket_bytes: What one bucket holds, all rows together.
+        """
+        self._sections = list(sections)
+        self._bases = [section.base_bytes for section in self._sections]
+        last = self._sections[-1]
+        total = last.base_bytes + last.num_bytes
+        super().__init__(num_rows, -(-total // num_rows), bucket_bytes)
+
+    def _overlapping(self, bucket: int, row: int) -> Iterator[tuple[_Section, int, int, int]]:
+        low = (bucket * self.num_rows + row) * self.row_bytes
+        high = low + self.row_bytes
+        for section in _between(self._sections, self._bases, low, high):
+            start = max(low - section.base_bytes, 0)
+            stop = min(high - section.base_bytes, section.num_bytes)
+            if start < stop:
+                yield section, start, stop, section.base_bytes + start - low
+
+    def reads(self, bucket: int, row: int) -> Iterator[Read]:
+        """Give what to fetch for one row of a bucket (see :class:`Phase`)."""
+        for section, start, stop, at in self._overlapping(bucket, row):
+            if section.span is not None:
+                yield _span_read(section.span, start, stop, at)
+            elif section.group is not None:
+                yield from _concat_reads(section, start, stop, at)
+
+    def pieces(self, bucket: int) -> Iterator[Piece]:
+        """Give the pieces in a bucket (see :class:`Phase`)."""
+        for row in range(self.num_rows):
+            for section, start, stop, at in self._overlapping(bucket, row):
+                yield from _linear_pieces(section, start, stop, row, at)
+
+    def row_files(self, row: int) -> frozenset[str]:
+        """Name the shards of the space: any row may need any of them (see :class:`Phase`)."""
+        files = {section.span.file for section in self._sections if section.span}
+        groups = [section.group for section in self._sections if section.group]
+        return frozenset(files | {part.file for group in groups for part in group.parts})
+
+
+def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool) -> list[Phase]:
+    """Cut a plan into phases of buckets.
+
+    Args:
+        plan: The plan.
+        bucket_bytes: What one bucket moves, all rows together.
+        lanes: True where ranks exchange what they read from their own shards; false where whoever
+            writes a bucket also reads it, and long runs of the output matter more.
+
+    Returns:
+        Phases in flat order; together their pieces fill every tensor exactly once.
+    """
+    members = _members_by_group(plan)
+    lane_sets: dict[tuple[str, ...], list[int]] = {}
+    joined: list[int] = []
+    for index in sorted(members):
+        group = plan.groups[index]
+        if group.striped or lanes:
+            lane_sets.setdefault(tuple(part.file for part in group.parts), []).append(index)
+        else:
+            joined.append(index)
+    phases: list[Phase] = [
+        LanePhase([plan.groups[i] for i in chosen], [members[i] for i in chosen], bucket_bytes)
+        for chosen in lane_sets.values()
+    ]
+    if joined:
+        sections = _concat_sections(plan, joined, members)
+        phases.append(SpacePhase(sections, 1, bucket_bytes))
+    spans = _span_sections(plan)
+    if spans:
+        widest = max((len(group.parts) for group in plan.groups), default=1)
+        phases.append(SpacePhase(spans, widest if lanes else 1, bucket_bytes))
+    return [phase for phase in phases if phase.num_buckets]
+
+
+def _members_by_group(plan: Plan) -> dict[int, list[_Member]]:
+    members: dict[int, list[_Member]] = {}
+    for index, tensor in enumerate(plan.tensors):
+        slot, numel = tensor.source.slot, tensor.source.num_numel
+        if slot is not None and numel:
+            taken = slot.part_numel if plan.groups[slot.group].striped else numel
+            member = _Member(slot.offset_numel, taken, index, numel)
+            members.setdefault(slot.group, []).append(member)
+    for inside in members.values():
+        inside.sort(key=lambda member: member.offset_numel)
+    return members
+
+
+def _concat_sections(
+    plan: Plan, chosen: Sequence[int], members: dict[int, list[_Member]]
+) -> list[_Section]:
+    sections, base = [], 0
+    for index in chosen:
+        group, inside = plan.groups[index], tuple(members[index])
+        length = _end_numel(inside) * group.dtype.itemsize_bytes
+        starts = _starts_bytes(group)
+        sections.append(_Section(base, length, group, inside, starts_bytes=starts))
+        base += _aligned(length)
+    return sections
+
+
+def _span_sections(plan: Plan) -> list[_Section]:
+    sections, base = [], 0
+    for index, tensor in enumerate(plan.tensors):
+        span, numel = tensor.source.span, tensor.source.num_numel
+        if span is not None and numel:
+            length = numel * span.dtype.itemsize_bytes
+            inside = (_Member(0, numel, index, numel),)
+            sections.append(_Section(base, length, None, inside, span))
+            base += _aligned(length)
+    return sections
+
+
+def _between(
+    sections: Sequence[_Section], bases: Sequence[int], low: int, high: int
+) -> Iterator[_Section]:
+    first = max(bisect.bisect_right(bases, low) - 1, 0)
+    for index in range(first, len(sections)):
+        if bases[index] >= high:
+            return
+        yield sections[index]
+
+
+def _striped_pieces(
+    section: _Section, columns: tuple[int, int], at_bytes: int, num_parts: int
+) -> Iterator[Piece]:
+    assert section.group is not None
+    low, high = columns
+    width = section.group.dtype.itemsize_bytes
+    for member in _members_between(section.members, low, high):
+        start = max(low, member.offset_numel)
+        stop = min(high, member.offset_numel + member.taken_numel)
+        first = start - member.offset_numel
+        rows = min(num_parts, math.ceil((member.num_numel - first) / member.taken_numel))
+        if rows > 0 and start < stop:
+            at = at_bytes + (start - low) * width
+            yield Piece(member.tensor, 0, rows, at, stop - start, first, member.taken_numel)
+
+
+def _linear_pieces(
+    section: _Section, low_bytes: int, high_bytes: int, row: int, at_bytes: int
+) -> Iterator[Piece]:
+    """Give the pieces of ``[low, high)`` of a concatenation (or of a single tensor)."""
+    dtype = section.group.dtype if section.group else section.span.dtype if section.span else None
+    assert dtype is not None
+    width = dtype.itemsize_bytes
+    low, high = low_bytes // width, high_bytes // width
+    for member in _members_between(section.members, low, high):
+        start = max(low, member.offset_numel)
+        stop = min(high, member.offset_numel + member.taken_numel)
+        if start < stop:
+            at = at_bytes + (start - low) * width
+            first = start - member.offset_numel
+            yield Piece(member.tensor, row, 1, at, stop - start, first, stop - start)
+
+
+def _members_between(members: Sequence[_Member], low: int, high: int) -> Iterator[_Member]:
+    first = max(bisect.bisect_right(members, low, key=lambda m: m.offset_numel) - 1, 0)
+    for index in range(first, len(members)):
+        if members[index].offset_numel >= high:
+            return
+        yield members[index]
+
+
+def _concat_reads(section: _Section, start: int, stop: int, at_bytes: int) -> Iterator[Read]:
+    assert section.group is not None
+    first = max(bisect.bisect_right(section.starts_bytes, start) - 1, 0)
+    for part, origin in zip(
+        section.group.parts[first:], section.starts_bytes[first:], strict=True
+    ):
+        low, high = max(start, origin), min(stop, origin + part.num_bytes)
+        if origin >= stop:
+            return
+        if low < high:
+            extent = Extent(part.file, part.offset_bytes + low - origin, high - low)
+            yield Read(at_bytes + low - start, extent)
+
+
+def _span_read(span: TensorSpan, start: int, stop: int, at_bytes: int) -> Read:
+    if span.is_contiguous:
+        return Read(at_bytes, Extent(span.file, span.offset_bytes + start, stop - start))
+    width = span.dtype.itemsize_bytes
+    return Read(at_bytes, None, span, start // width, stop // width)
+
+
+def _useful_bytes(section: _Section, row: int) -> int:
+    """Bytes of a part that belong to tensors: the padding behind the last one is not read."""
+    assert section.group is not None
+    held = section.group.parts[row].num_bytes
+    if section.group.striped:
+        return min(held, section.num_bytes)
+    need = _end_numel(section.members) * section.group.dtype.itemsize_bytes
+    return max(min(held, need - section.starts_bytes[row]), 0)
+
+
+def _starts_bytes(group: FlatGroup) -> tuple[int, ...]:
+    starts, total = [], 0
+    for part in group.parts:
+        starts.append(total)
+        total += part.num_bytes
+    return tuple(starts)
+
+
+def _end_numel(members: Sequence[_Member]) -> int:
+    return max((member.offset_numel + member.taken_numel for member in members), default=0)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,181 @@
+"""The completeness contract: every key of the model resolves to data, or the plan is refused.
+
+A key resolves to, in this order: its fp32 partition, its frozen fragments, a tie to a key that
+holds data, its own full tensor in ``module``. (A tie found by storage record comes before the
+tensor in ``module``, because that tensor is then the 16-bit rounding of the holder's master.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from dist_consolidate.checkpoint.model import Checkpoint, Source
+from dist_consolidate.errors import CheckpointError, UsageError, listing
+from dist_consolidate.plan.ties import Tie, TieMap, build_tie_map
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolved:
+    """A name that holds data, and those that stand for the same.
+
+    Attributes:
+        name: The name that holds the data.
+        source: Where the data lies.
+        aliases: Names tied to it, in the model's order.
+    """
+
+    name: str
+    source: Source
+    aliases: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolution:
+    """What becomes of every key.
+
+    Attributes:
+        tensors: Data holders in flat order: partitions, frozen, the rest in the model's order.
+        ties: All ties that are in force.
+        left_out: Keys that are not in the result, each with the reason.
+        notes: What was assumed, inferred or not followed.
+    """
+
+    tensors: tuple[Resolved, ...]
+    ties: dict[str, Tie]
+    left_out: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def resolve(
+    checkpoint: Checkpoint,
+    *,
+    user_ties: Sequence[tuple[str, str]] = (),
+    allow_missing: Sequence[str] = (),
+    exclude_frozen: bool = False,
+) -> Resolution:
+    """Find the data of every key of the model.
+
+    Args:
+        checkpoint: The metadata.
+        user_ties: Pairs of alias and source.
+        allow_missing: Glob patterns of keys that may be left out if they resolve to nothing.
+        exclude_frozen: Leave frozen parameters out.
+
+    Returns:
+        The resolution.
+
+    Raises:
+        CheckpointError: If keys resolve to nothing, or ties contradict; every such key is named.
+        UsageError: If a tie the user asked for cannot be.
+    """
+    ties = build_tie_map(checkpoint, dict(user_ties))
+    _raise_conflicts(checkpoint, ties, dict(user_ties))
+    resolver = _Resolver(checkpoint, ties, allow_missing)
+    left_out = {**resolver.left_out, **ties.excluded}
+    notes = [*checkpoint.notes, *ties.notes, *resolver.notes]
+    frozen, note = _frozen_names(checkpoint, resolver.sources) if exclude_frozen else (set(), "")
+    notes += [note] if note else []
+    tied: dict[str, list[str]] = {}
+    for alias, tie in ties.ties.items():
+        tied.setdefault(tie.holder, []).append(alias)
+    tensors = []
+    for name, source in resolver.sources.items():
+        aliases = tuple(tied.get(name, ()))
+        if name in frozen:
+            left_out |= dict.fromkeys((name, *aliases), "frozen (--exclude-frozen)")
+        else:
+            tensors.append(Resolved(name, source, aliases))
+    in_force = {a: tie for a, tie in ties.ties.items() if a not in left_out}
+    return Resolution(tuple(tensors), in_force, left_out, tuple(notes))
+
+
+def _raise_conflicts(checkpoint: Checkpoint, ties: TieMap, user: dict[str, str]) -> None:
+    if not ties.conflicts:
+        return
+    kind = UsageError if user else CheckpointError
+    advice = "settle each with --tie NAME=SOURCE"
+    raise kind(listing(f"{checkpoint.tag}: ties contradict each other", ties.conflicts, advice))
+
+
+class _Resolver:
+    """Holders of data in flat order, and what is missing."""
+
+    def __init__(self, ckpt: Checkpoint, ties: TieMap, allow_missing: Sequence[str]) -> None:
+        self.notes: list[str] = []
+        self.left_out = {
+            name: f"is no tensor ({kind})" for name, kind in ckpt.odd_entries.items()
+        }
+        self.sources = dict(ckpt.partitions)
+        for name, source in ckpt.frozen.items():
+            self.sources.setdefault(name, source)
+        unlisted = [name for name in self.sources if name not in ckpt.module]
+        if unlisted:
+            self.notes.append(
+                f"{len(unlisted)} stored parameters are not in `module` and were kept, the first "
+                f"is {unlisted[0]}"
+            )
+        missing = []
+        lower = 0
+        for name, key in ckpt.module.items():
+            if name in self.sources or name in ties.ties or name in ties.excluded:
+                continue
+            if key.source is None:
+                missing.append(name)
+                continue
+            self.sources[name] = key.source
+            lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
+        self._note_lower(ckpt, lower)
+        self._judge_missing(ckpt, missing, allow_missing)
+
+    def _note_lower(self, ckpt: Checkpoint, lower: int) -> None:
+        if lower and ckpt.stage:
+            self.notes.append(
+                f"{lower} parameters have no fp32 master (frozen, or never given to the "
+                "optimizer); their 16-bit values come from `module`"
+            )
+
+    def _judge_missing(self, ckpt: Checkpoint, missing: list[str], allowed: Sequence[str]) -> None:
+        reason = _why_missing(ckpt)
+        refused = []
+        for name in missing:
+            if any(fnmatchcase(name, pattern) for pattern in allowed):
+                self.left_out[name] = reason
+            else:
+                refused.append(f"{name}: {reason}")
+        if refused:
+            raise CheckpointError(
+                listing(
+                    f"{ckpt.tag}: {len(refused)} of {len(ckpt.module)} keys of the model have no "
+                    "data in this checkpoint",
+                    refused,
+                    "leave them out with --allow-missing GLOB (--allow-missing '*' for all), or "
+                    "name the key that holds the same parameter with --tie NAME=SOURCE",
+                )
+            )
+
+
+def _why_missing(ckpt: Checkpoint) -> str:
+    if ckpt.stage == 3 and not ckpt.saves_frozen:
+        return "ZeRO-3 of this release saved no frozen values, or they were excluded when saving"
+    return "it was in no param group when saved, and ZeRO-3 keeps such values in no file"
+
+
+def _frozen_names(ckpt: Checkpoint, sources: dict[str, Source]) -> tuple[set[str], str]:
+    """Tell which data holders are frozen, and how sure that is."""
+    frozen = {name for name in ckpt.frozen if name not in ckpt.partitions}
+    if ckpt.saves_frozen or ckpt.stage == 3:
+        return frozen, ""
+    if not ckpt.partitions:
+        return frozen, "nothing tells frozen parameters from trained ones here; none was left out"
+    unknown = {
+        name
+        for name, source in sources.items()
+        if source.origin == "module" and not ckpt.module[name].is_buffer
+    }
+    note = (
+        f"{len(unknown)} parameters outside the optimizer were left out as frozen; this file does "
+        "not tell frozen ones from ones never given to the optimizer"
+    )
+    return frozen | unknown, note if unknown else ""

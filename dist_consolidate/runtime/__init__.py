@@ -1,0 +1,1 @@
+"""Moving bytes: process world, memory budget, transports and the pipeline."""

@@ -1,0 +1,216 @@
+"""The control plane: how ranks keep step and how one rank's failure ends all of them.
+
+Weights never pass here, and nothing that moves weights is entered before every rank has said
+that it is ready: a slow disk is waited for on this CPU group, with a timeout of its own, and not
+inside an NCCL collective that a watchdog would kill.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+from typing import Any
+
+from dist_consolidate.errors import ConsolidateError, RankError, ResourceError
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+_LOST = (
+    "contact with another rank was lost: it was killed, it ran into its timeout of "
+    f"{int(TIMEOUT.total_seconds() // 60)} minutes, or its node or network is gone"
+)
+
+
+class Control:
+    """Keeps the ranks of one run in step; with one rank it does nothing.
+
+    Attributes:
+        rank: This process.
+        size: Number of processes.
+    """
+
+    def __init__(self, rank: int, size: int, group: Any = None) -> None:  # noqa: ANN401
+        """Wrap a CPU process group (gloo); ``None`` where there is one rank only."""
+        self.rank, self.size = rank, size
+        self._group = group
+        self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._lag = 0
+
+    def exchange(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything picklable
+        """Give every rank's value to every rank.
+
+        Args:
+            value: Anything that can be pickled; small.
+
+        Returns:
+            The values in rank order.
+
+        Raises:
+            RankError: If another rank is gone.
+        """
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"{_LOST} ({_first_line(error)})") from error
+        return values
+
+    def broadcast(self, value: Any) -> Any:  # noqa: ANN401 - anything picklable
+        """Give rank 0's value to every rank.
+
+        Args:
+            value: Anything that can be pickled; only rank 0's counts.
+
+        Returns:
+            Rank 0's value.
+
+        Raises:
+            RankError: If another rank is gone.
+        """
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        values = [value]
+        try:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"{_LOST} ({_first_line(error)})") from error
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything picklable
+        """Give every rank's value to rank 0.
+
+        Args:
+            value: Anything that can be pickled.
+
+        Returns:
+            On rank 0 the values in rank order; elsewhere nothing.
+
+        Raises:
+            RankError: If another rank is gone.
+        """
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size if self.rank == 0 else []
+        try:
+            dist.gather_object(value, values or None, dst=0, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"{_LOST} ({_first_line(error)})") from error
+        return values
+
+    def agree(self, error: BaseException | None) -> None:
+        """Wait for all ranks; raise on every one of them if any brings an error.
+
+        Args:
+            error: What went wrong here, or ``None``.
+
+        Raises:
+            ConsolidateError: This rank's own error, if it is the only one with a single rank.
+            RankError: The failing ranks and their reasons, the same on all ranks.
+        """
+        self.beat(error)
+        self.flush()
+
+    def beat(self, error: BaseException | None = None, lag: int = 0) -> None:
+        """Take part in one round; every rank beats equally often.
+
+        Args:
+            error: What went wrong here since the last beat, or ``None``.
+            lag: How many rounds a rank may be ahead of the slowest one. It learns of another's
+                failure that much later, and does not wait before.
+
+        Raises:
+            ConsolidateError: As :meth:`agree`.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        self._lag = lag
+        self._issue(error)
+        while len(self._pending) > (0 if error is not None else lag):
+            self._wait(error)
+
+    def flush(self) -> None:
+        """Wait for all rounds that were issued (see :meth:`beat`)."""
+        while self._pending:
+            self._wait(None)
+
+    def _issue(self, error: BaseException | None) -> None:
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.tensor([error is not None], dtype=torch.int32)
+        try:
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        except RuntimeError as lost:
+            raise RankError(f"{_LOST} ({_first_line(lost)})") from lost
+        self._pending.append((work, flag))
+
+    def _wait(self, error: BaseException | None) -> None:
+        flag = self._oldest()
+        if not flag:
+            return
+        # Every rank sees the flag in this round, and may have issued up to `lag` rounds behind it
+        # before. All issue that many, so that the next collective here meets its like.
+        while len(self._pending) < self._lag:
+            self._issue(None)
+        while self._pending:
+            self._oldest()
+        self._raise_all(error)
+
+    def _oldest(self) -> bool:
+        work, flag = self._pending.popleft()
+        try:
+            work.wait()
+        except RuntimeError as lost:
+            raise RankError(f"{_LOST} ({_first_line(lost)})") from lost
+        return bool(flag.item())
+
+    def _raise_all(self, error: BaseException | None) -> None:
+        mine = None if error is None else (describe(error), exit_code(error))
+        found = [(rank, what) for rank, what in enumerate(self.exchange(mine)) if what]
+        by_message: dict[str, list[int]] = {}
+        for rank, (message, _) in found:
+            by_message.setdefault(message, []).append(rank)
+        lines = [
+            f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_message.items()
+        ]
+        raise RankError("\n".join(lines), max(code for _, (_, code) in found)) from error
+
+
+def describe(error: BaseException) -> str:
+    """Put an error into words for another rank."""
+    if isinstance(error, ConsolidateError):
+        return str(error)
+    if isinstance(error, OSError):
+        return str(from_os_error(error))
+    return f"{type(error).__name__}: {error}"
+
+
+def exit_code(error: BaseException) -> int:
+    """Tell the exit code that an error ends the program with."""
+    if isinstance(error, OSError):
+        error = from_os_error(error)
+    return error.exit_code if isinstance(error, ConsolidateError) else 1
+
+
+def from_os_error(error: OSError) -> ConsolidateError:
+    """Turn what the operating system says into a message with the file's name."""
+    import errno
+
+    text = f"{error.filename or 'a file'}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return ResourceError(text)
+    return ConsolidateError(text)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:200]

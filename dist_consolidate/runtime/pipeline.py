@@ -1,0 +1,235 @@
+"""The pipeline: read ahead, exchange, assemble and cast, write behind.
+
+A loader thread reads rows onto the device, the main thread runs the transport and the assembler,
+and a writer thread writes. Each hands buffers to the next and gets them back, so that memory is
+constant and nobody runs ahead of the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from dist_consolidate.plan.buckets import Phase
+from dist_consolidate.runtime.assemble import Assembler, Moved
+from dist_consolidate.runtime.budget import NUM_STAGING, Budget
+from dist_consolidate.runtime.buffers import Slot
+from dist_consolidate.runtime.loader import Load, Loader, Row
+from dist_consolidate.runtime.placement import Placement, place_rows
+from dist_consolidate.runtime.shards import ShardReader
+from dist_consolidate.runtime.transport import Transport
+from dist_consolidate.runtime.world import World
+from dist_consolidate.runtime.writer import Checksum, Place, Writer
+
+# How many buckets a rank may be ahead of the slowest one where nothing is exchanged.
+_DIRECT_LAG = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be moved; the same on every rank.
+
+    Attributes:
+        folder: The tag folder.
+        file_bytes: Size of each shard.
+        phases: Buckets.
+        tensors: What the assembler must know, by index in the plan.
+        files: Output files, created with their full size.
+        places: For each tensor, every place its bytes go to.
+        num_writers: Ranks that write: the first ones.
+        checksums: Note a CRC-32 of everything that is written.
+        visible: For each rank, the shards it sees.
+    """
+
+    folder: Path
+    file_bytes: Mapping[str, int]
+    phases: Sequence[Phase]
+    tensors: Sequence[Moved]
+    files: Sequence[Path]
+    places: Sequence[Sequence[Place]]
+    num_writers: int
+    checksums: bool
+    visible: Sequence[frozenset[str]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveResult:
+    """What one rank did.
+
+    Attributes:
+        num_bytes_read: Bytes read from shards.
+        num_bytes_written: Bytes written to output files.
+        checksums: CRC-32 of each range written, if asked for.
+    """
+
+    num_bytes_read: int
+    num_bytes_written: int
+    checksums: tuple[Checksum, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """One round on this rank: the bucket it takes part in (if any), and who writes it."""
+
+    phase: int
+    bucket: int
+    writer: int
+
+
+def move(work: Work, world: World, transport: Transport, budget: Budget) -> MoveResult:
+    """Move every byte of the plan.
+
+    Args:
+        work: What to move.
+        world: This rank.
+        transport: How rows travel.
+        budget: Memory limits.
+
+    Returns:
+        What this rank did.
+
+    Raises:
+        ConsolidateError: If any rank failed; every rank raises.
+    """
+    return _Mover(work, world, transport, budget).run()
+
+
+class _Mover:
+    def __init__(self, work: Work, world: World, transport: Transport, budget: Budget) -> None:
+        self.work, self.world, self.transport, self.budget = work, world, transport, budget
+        self.placements = [self._place(phase) for phase in work.phases]
+        self.steps = list(self._steps())
+        self.writes = world.rank < work.num_writers
+
+    def _place(self, phase: Phase) -> Placement:
+        if self.transport.lanes:
+            return place_rows(phase, self.work.visible)
+        rows = tuple(range(phase.num_rows))
+        return Placement((rows,), phase.num_rows)
+
+    def _rows(self, phase: int) -> tuple[int, ...]:
+        placement = self.placements[phase]
+        return placement.rows[self.world.rank if self.transport.lanes else 0]
+
+    def _steps(self) -> Iterator[_Step | None]:
+        """Give the rounds; each rank has equally many, some of them idle."""
+        numbered = enumerate(
+            (index, bucket)
+            for index, phase in enumerate(self.work.phases)
+            for bucket in range(phase.num_buckets)
+        )
+        if self.transport.lanes:
+            for number, (phase, bucket) in numbered:
+                yield _Step(phase, bucket, number % self.work.num_writers)
+            return
+        mine = [pair for number, pair in numbered if self._is_mine(number)]
+        total = sum(phase.num_buckets for phase in self.work.phases)
+        for index in range(-(-total // self.work.num_writers)):
+            yield _Step(*mine[index], self.world.rank) if index < len(mine) else None
+
+    def _is_mine(self, number: int) -> bool:
+        return number % self.work.num_writers == self.world.rank
+
+    def run(self) -> MoveResult:
+        reader = ShardReader(self.work.folder, self.work.file_bytes)
+        loader = self._make_loader(reader)
+        writer: Writer | None = None
+        try:
+            writer = self._make_writer() if self.writes else None
+            self._run_steps(loader, writer)
+            return MoveResult(
+                reader.num_bytes_read,
+                writer.num_bytes_written if writer else 0,
+                tuple(writer.checksums) if writer else (),
+            )
+        except BaseException:
+            if writer is not None:
+                writer.abandon()
+            raise
+        finally:
+            loader.stop()
+
+    def _make_loader(self, reader: ShardReader) -> Loader:
+        work = self.work
+        sizes = [
+            placement.width * phase.row_bytes
+            for phase, placement in zip(work.phases, self.placements, strict=True)
+        ]
+        slot_bytes = max(sizes, default=0)
+        loads = (
+            Load(work.phases[step.phase], step.bucket, self._rows(step.phase))
+            for step in self.steps
+            if step is not None
+        )
+        num_slots = self.budget.num_slots(slot_bytes, self._room_bytes(), len(self.steps))
+        return Loader(
+            reader, loads, num_slots=num_slots, slot_bytes=slot_bytes, device=self.world.device
+        )
+
+    def _room_bytes(self) -> int:
+        if not self.transport.needs_room(self.writes):
+            return 0
+        return max(
+            (
+                self.world.size * placement.width * phase.row_bytes
+                for phase, placement in zip(self.work.phases, self.placements, strict=True)
+            ),
+            default=0,
+        )
+
+    def _make_writer(self) -> Writer:
+        size = self.budget.staging_bytes
+        slots = [Slot(size, self.world.device) for _ in range(NUM_STAGING)]
+        work = self.work
+        return Writer(work.files, work.places, slots=slots, checksums=work.checksums)
+
+    def _run_steps(self, loader: Loader, writer: Writer | None) -> None:
+        """Go through all rounds; an error here is told in the next one and ends every rank."""
+        assembler = Assembler(self.work.tensors, writer.acquire, writer.submit) if writer else None
+        out = torch.empty(self._room_bytes(), dtype=torch.uint8, device=self.world.device)
+        control, lag = self.world.control, 0 if self.transport.lanes else _DIRECT_LAG
+        error: Exception | None = None
+        for step in self.steps:
+            row = None
+            try:
+                row = loader.next() if step is not None and error is None else None
+            except Exception as failure:
+                # Whatever it is, the other ranks must hear of it instead of waiting.
+                error = failure
+            control.beat(error, lag)
+            if step is None or row is None:
+                continue
+            try:
+                self._move_bucket(step, row, out, assembler)
+                loader.give_back(row)
+            except Exception as failure:
+                # See above; it is told in the next round.
+                error = failure
+        control.flush()
+        self._finish(assembler, writer, error)
+
+    def _move_bucket(
+        self, step: _Step, row: Row, out: torch.Tensor, assembler: Assembler | None
+    ) -> None:
+        phase, placement = self.work.phases[step.phase], self.placements[step.phase]
+        row.wait()
+        num_bytes = placement.width * phase.row_bytes
+        rows = row.tensor[:num_bytes].view(-1, phase.row_bytes)
+        table = self.transport.exchange(rows, out, placement, step.writer)
+        if table is not None and assembler is not None:
+            assembler.take(table, placement.position(phase.num_rows), phase.pieces(step.bucket))
+
+    def _finish(
+        self, assembler: Assembler | None, writer: Writer | None, error: Exception | None
+    ) -> None:
+        try:
+            if error is None and assembler is not None and writer is not None:
+                assembler.flush()
+                writer.finish()
+        except Exception as failure:
+            # See _run_steps.
+            error = failure
+        self.world.control.agree(error)

@@ -1,0 +1,166 @@
+"""Who am I: rank, size, device, and the process groups to talk over.
+
+A run is one plain process, a process started by torchrun, or a rank of a process group that
+the caller has initialized already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dist_consolidate.errors import UsageError
+from dist_consolidate.runtime.control import TIMEOUT, Control
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """One rank's view of the run.
+
+    Attributes:
+        rank: This process.
+        size: Number of processes.
+        device: Where weights pass through.
+        control: The control plane.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: Control
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Tell rank and size from torchrun's variables; ``(0, 1)`` for a plain process.
+
+    Args:
+        environ: The environment.
+
+    Returns:
+        Rank and number of ranks.
+
+    Raises:
+        UsageError: If the variables are set by half or hold no numbers.
+    """
+    present = [name for name in _TORCHRUN if name in environ]
+    if "RANK" not in present or "WORLD_SIZE" not in present:
+        return 0, 1
+    missing = [name for name in _TORCHRUN if name not in environ]
+    values = {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
+    if not all(value.isdigit() for value in values.values()):
+        raise UsageError(f"RANK and WORLD_SIZE must be numbers; found {values}")
+    rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
+    if size > 1 and missing:
+        raise UsageError(f"{' and '.join(missing)} not set beside RANK; start with torchrun")
+    if not 0 <= rank < size:
+        raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {size}")
+    return rank, size
+
+
+def choose_device(request: str, local_rank: int) -> torch.device:
+    """Choose the device that weights pass through.
+
+    Args:
+        request: ``auto``, ``cpu`` or ``cuda``.
+        local_rank: This rank's number on its host.
+
+    Returns:
+        The device; where only one is visible, that one.
+
+    Raises:
+        UsageError: If there is no such device.
+    """
+    if request == "cpu":
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or (request != "auto" and found.type != request):
+        if request == "auto":
+            return torch.device("cpu")
+        raise UsageError(f"--device {request}: torch sees no such device here; use --device cpu")
+    return torch.device(found.type, local_rank % torch.accelerator.device_count())
+
+
+def _local_rank(environ: Mapping[str, str]) -> int:
+    value = environ.get("LOCAL_RANK", "0")
+    if not value.isdigit():
+        raise UsageError(f"LOCAL_RANK must be a number; found {value!r}")
+    return int(value)
+
+
+def _backend(device: torch.device, environ: Mapping[str, str]) -> str:
+    """NCCL (or its like) for accelerators, gloo for CPUs and where ranks share an accelerator."""
+    import torch.distributed as dist
+
+    local_size = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cpu" or local_size > torch.accelerator.device_count():
+        return "gloo"
+    return dist.get_default_backend_for_device(device)
+
+
+@contextlib.contextmanager
+def join_world(device_request: str, *, launch: bool) -> Iterator[World]:
+    """Become a rank of the run; everything that was set up is taken down again.
+
+    Args:
+        device_request: ``auto``, ``cpu`` or ``cuda``.
+        launch: Initialize the default process group from torchrun's variables, if there is none.
+
+    Yields:
+        This rank's world.
+
+    Raises:
+        UsageError: If the environment or the device is wrong.
+    """
+    rank, size = launched_rank() if launch else (0, 1)
+    device = choose_device(device_request, _local_rank(os.environ))
+    with _current_device(device):
+        if size > 1 or _is_initialized():
+            yield from _distributed(device, rank, size)
+        else:
+            yield World(0, 1, device, Control(0, 1))
+
+
+def _is_initialized() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+@contextlib.contextmanager
+def _current_device(device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
+def _distributed(device: torch.device, rank: int, size: int) -> Iterator[World]:
+    import torch.distributed as dist
+
+    ours = not dist.is_initialized()
+    if ours:
+        backend = _backend(device, os.environ)
+        options: dict[str, Any] = {} if backend == "gloo" else {"device_id": device}
+        dist.init_process_group(backend, rank=rank, world_size=size, **options)
+    group = None
+    try:
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        yield World(rank, size, device, Control(rank, size, group))
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
+        if ours:
+            dist.destroy_process_group()

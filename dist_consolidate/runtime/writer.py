@@ -1,0 +1,173 @@
+"""Writing finished bytes at known offsets, in a thread, with credits that bound the memory."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dist_consolidate.runtime.assemble import Run
+from dist_consolidate.runtime.buffers import Slot
+
+
+class Place(NamedTuple):
+    """Where a tensor's bytes go: a file and the offset of its first byte."""
+
+    file: int
+    tensor: int
+    offset_bytes: int
+
+
+class Checksum(NamedTuple):
+    """CRC-32 of a range of a stored tensor that this process wrote."""
+
+    file: int
+    tensor: int
+    start_bytes: int
+    num_bytes: int
+    crc: int
+
+
+class Writer:
+    """A thread that writes staging buffers into the output files.
+
+    Buffers come back to :meth:`acquire` when their bytes are written; whoever fills them can
+    never be further ahead than the buffers there are. A failed write is raised by the next call.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        places: Sequence[Sequence[Place]],
+        *,
+        slots: Sequence[Slot],
+        checksums: bool,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            files: Output files; they exist and have their full size.
+            places: For each tensor of the plan, every place its bytes go to.
+            slots: Staging buffers.
+            checksums: Note a CRC-32 of each run.
+        """
+        self._files, self._places = files, places
+        self._want_checksums = checksums
+        self.checksums: list[Checksum] = []
+        self.num_bytes_written = 0
+        self._descriptors: dict[int, int] = {}
+        self._free: queue.Queue[Slot] = queue.Queue()
+        for slot in slots:
+            self._free.put(slot)
+        self._todo: queue.Queue[tuple[Slot, list[Run]] | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="consolidate-writer", daemon=True)
+        self._thread.start()
+
+    def acquire(self) -> Slot:
+        """Give an empty buffer; blocks until there is one.
+
+        Raises:
+            OSError: If an earlier write failed.
+        """
+        slot = self._free.get()
+        self._check()
+        return slot
+
+    def submit(self, slot: Slot, runs: list[Run]) -> None:
+        """Take a filled buffer; on an accelerator its copy to the host is started here.
+
+        Args:
+            slot: From :meth:`acquire`.
+            runs: What lies in it.
+        """
+        if slot.done is not None:
+            used = slice(0, slot.used_bytes)
+            slot.host[used].copy_(slot.tensor[used], non_blocking=True)
+            slot.done.record(torch.accelerator.current_stream(slot.tensor.device))
+        self._todo.put((slot, runs))
+
+    def finish(self) -> None:
+        """Wait until everything is written and on disk.
+
+        Raises:
+            OSError: If a write failed.
+        """
+        self._todo.put(None)
+        self._thread.join()
+        try:
+            self._check()
+            for descriptor in self._descriptors.values():
+                os.fsync(descriptor)
+        finally:
+            self._close()
+
+    def abandon(self) -> None:
+        """Stop without caring for what is not written yet."""
+        self._error = self._error or InterruptedError("the run was given up")
+        self._todo.put(None)
+        self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while (item := self._todo.get()) is not None:
+            slot, runs = item
+            try:
+                # After a failure buffers still go back, so that nobody waits for one in vain.
+                if self._error is None:
+                    slot.wait()
+                    self._write(slot.view, runs)
+            except Exception as error:
+                # It must reach the main thread, whatever it is: raised by the next call there.
+                self._error = error
+            self._free.put(slot)
+
+    def _write(self, view: memoryview, runs: Sequence[Run]) -> None:
+        """Write all runs; neighbours in both buffer and file become one write."""
+        file = at = offset = length = 0
+        for run in runs:
+            data = view[run.at_bytes : run.at_bytes + run.num_bytes]
+            places = self._places[run.tensor]
+            crc = zlib.crc32(data) if self._want_checksums else 0
+            for place in places:
+                if self._want_checksums:
+                    self.checksums.append(
+                        Checksum(place.file, place.tensor, run.start_bytes, run.num_bytes, crc)
+                    )
+                where = place.offset_bytes + run.start_bytes
+                follows = place.file == file and where == offset + length
+                if length and follows and run.at_bytes == at + length:
+                    length += run.num_bytes
+                    continue
+                self._pwrite(file, view[at : at + length], offset)
+                file, at, offset, length = place.file, run.at_bytes, where, run.num_bytes
+        self._pwrite(file, view[at : at + length], offset)
+
+    def _pwrite(self, file: int, data: memoryview, offset_bytes: int) -> None:
+        if not len(data):
+            return
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(self._files[file], os.O_WRONLY | os.O_CLOEXEC)
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._descriptors[file], data[done:], offset_bytes + done)
+        except OSError as error:
+            error.filename = str(self._files[file])
+            raise
+        self.num_bytes_written += done

@@ -1,0 +1,65 @@
+"""Sizes in bytes as people write them, and back.
+
+Units are decimal, as on the Hugging Face Hub (``5GB`` is 5 * 10**9 bytes); ``KiB``, ``MiB``,
+``GiB`` and ``TiB`` are the binary ones.
+"""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "K": 10**3,
+    "KB": 10**3,
+    "M": 10**6,
+    "MB": 10**6,
+    "G": 10**9,
+    "GB": 10**9,
+    "T": 10**12,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Turn ``"5GB"``, ``"512MiB"`` or a plain number into bytes.
+
+    Args:
+        text: A size with an optional unit; a number without one counts bytes.
+
+    Returns:
+        The size in bytes, at least 1.
+
+    Raises:
+        ValueError: If the text is no size, or the size is below one byte.
+    """
+    match = _SIZE.fullmatch(str(text))
+    factor = _FACTORS.get(match.group(2).upper()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is not a size; write it like 5GB, 512MB or 64MiB")
+    num_bytes = int(float(match.group(1)) * factor) if "." in match.group(1) else (
+        int(match.group(1)) * factor
+    )
+    if num_bytes < 1:
+        raise ValueError(f"{text!r} is below one byte")
+    return num_bytes
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes for people: ``1.42 GB``, decimal units, three figures."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{int(num_bytes)} B"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a count with its noun: ``1 file``, ``3 files``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
