@@ -21,7 +21,7 @@ def consolidate(
     output_dir: StrPath | None = None,
     *,
     tag: str | None = None,
-    format: str = "safetensors",  # noqa: A002 - the option's name
+    format: str = "safetensors",
     dtype: str = "fp32",
     max_shard_size: str | int | None = "5GB",
     ties: str | None = None,
@@ -44,7 +44,7 @@ def consolidate(
         output_dir: Where the result goes; by default ``ckpt_dir/consolidated/TAG``.
         tag: Tag to read; by default what ``latest`` names, else the newest step.
         format: ``safetensors`` or ``bin``.
-        dtype: ``fp32``, ``bf16``, ``fp16``, or ``keep`` for that of the most precise copy. Integers,
+        dtype: ``fp32``, ``bf16``, ``fp16``, or ``keep`` for the most precise copy's. Integers,
             bools and complex numbers never change.
         max_shard_size: Upper bound of a file in bytes or as text; ``None`` for a single file.
         ties: ``copy`` (every name in full), ``drop`` (one name kept) or ``alias`` (names share a
@@ -84,9 +84,7 @@ def consolidate(
     return run(ckpt_dir, output_dir, options, launch=False)
 
 
-def run(
-    ckpt_dir: StrPath, output_dir: StrPath | None, options: Options, *, launch: bool
-) -> Report:
+def run(ckpt_dir: StrPath, output_dir: StrPath | None, options: Options, *, launch: bool) -> Report:
     """Consolidate with options made already.
 
     Args:

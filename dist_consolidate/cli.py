@@ -40,9 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("ckpt_dir", metavar="CKPT_DIR", help="folder DeepSpeed saved into, or a tag folder")
-    add(
-        "output_dir", metavar="OUTPUT_DIR", nargs="?", help="default: CKPT_DIR/consolidated/TAG"
-    )
+    add("output_dir", metavar="OUTPUT_DIR", nargs="?", help="default: CKPT_DIR/consolidated/TAG")
     add("-t", "--tag", metavar="TAG", help="default: what `latest` names, else the newest step")
     add("--format", choices=CHOICES["format"], help="default: safetensors")
     add(

@@ -278,5 +278,3 @@ def _write_blocks(path: Path, blocks: Sequence[tuple[int, bytes]]) -> None:
         for offset_bytes, data in blocks:
             stream.seek(offset_bytes)
             stream.write(data)
-
-

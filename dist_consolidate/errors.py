@@ -8,10 +8,11 @@ what was expected, and ends with what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
 
 
 class ConsolidateError(Exception):
-    """Base class of all errors raised on purpose; ``exit_code`` is what the command line returns."""
+    """Base class of all errors raised on purpose; ``exit_code`` is what the program ends with."""
 
     exit_code = 1
 
@@ -47,8 +48,44 @@ class RankError(ConsolidateError):
         self.exit_code = exit_code
 
 
+class Caught:
+    """A block that must not raise here, because someone else has to hear of it first.
+
+    Threads and ranks end their work with it: what goes wrong inside ``with caught:`` is kept,
+    and raised by whoever waits for them. Only exceptions that mean the end of the program
+    (``KeyboardInterrupt``, ``SystemExit``) pass.
+
+    Attributes:
+        error: The first exception, or ``None``.
+    """
+
+    def __init__(self) -> None:
+        """Start with no error."""
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Caught:
+        """Enter the block."""
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> bool:
+        """Keep the exception and go on behind the block."""
+        if isinstance(error, Exception):
+            self.error = self.error or error
+        return isinstance(error, Exception)
+
+    def raise_if_any(self) -> None:
+        """Raise what was kept."""
+        if self.error is not None:
+            raise self.error
+
+
 class Problems:
-    """Collects problems so that they are raised once, together, before the first byte is written."""
+    """Collects problems, so that all are raised at once before the first byte is written."""
 
     def __init__(self) -> None:
         """Start with no problem."""

@@ -116,4 +116,3 @@ def open_lazily(checkpoint_dir: Path, tag: str | None) -> LazyCheckpoint:
     checkpoint = read_checkpoint(folder)
     options = Options(dtype="keep", ties="drop", allow_missing=("*",), max_shard_size=None)
     return LazyCheckpoint(folder, checkpoint, plan_here(checkpoint, options))
-

@@ -1,4 +1,4 @@
-"""Every option of a consolidation, checked before anything is touched, and the TOML file for them."""
+"""Every option of a consolidation, checked before anything is touched, and its TOML form."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def make_options(values: dict[str, Any]) -> Options:
     known = {field.name for field in dataclasses.fields(Options)}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise UsageError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        raise UsageError(
+            f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
     cleaned = dict(values)
     for name in ("tie", "allow_missing"):
         if name in cleaned:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, list_shards
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import Finding, Job, read_checkpoint, run_job
-from dist_consolidate.errors import RankError
+from dist_consolidate.errors import Caught, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
 from dist_consolidate.plan.plan import Plan, make_plan
@@ -112,17 +112,14 @@ def on_rank_0(control: Control, action: Callable[[], _T]) -> _T:
         RankError: The same, on other ranks.
     """
     outcome: _T | None = None
-    error: Exception | None = None
+    caught = Caught()
     if control.rank == 0:
-        try:
+        with caught:
             outcome = action()
-        except Exception as failure:
-            # Whatever it is, the other ranks must hear of it instead of waiting.
-            error = failure
+    error = caught.error
     told = None if error is None else (describe(error), exit_code(error))
     result, failed = control.broadcast((outcome, told))
-    if error is not None:
-        raise error
+    caught.raise_if_any()
     if failed is not None:
         raise RankError(*failed)
     return result  # type: ignore[no-any-return]

@@ -43,8 +43,10 @@ def parse_size(text: str | int) -> int:
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write it like 5GB, 512MB or 64MiB")
-    num_bytes = int(float(match.group(1)) * factor) if "." in match.group(1) else (
-        int(match.group(1)) * factor
+    num_bytes = (
+        int(float(match.group(1)) * factor)
+        if "." in match.group(1)
+        else (int(match.group(1)) * factor)
     )
     if num_bytes < 1:
         raise ValueError(f"{text!r} is below one byte")

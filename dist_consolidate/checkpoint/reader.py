@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 from dist_consolidate.checkpoint import census, stage0, zero3, zero12
@@ -153,23 +152,21 @@ class _Assembly:
         return found
 
     def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        spans, shapes = self.model.frozen or {}, self.model.frozen_shapes or {}
+        self._check_frozen(set(spans) ^ set(shapes))
         if self.stage != 3:
-            spans, shapes = self.model.frozen or {}, self.model.frozen_shapes or {}
-            self._check_frozen(spans.keys(), shapes.keys())
             return (), {
                 name: Source("frozen", span.shape, span.dtype, span=span)
                 for name, span in spans.items()
             }
-        self._check_frozen((self.model.frozen or {}).keys(), (self.model.frozen_shapes or {}).keys())
         models = self._other_models()
         return zero3.frozen(models, self.ranks, first_group, self.problems)
 
-    def _check_frozen(self, fragments: Sequence[str] | object, shapes: object) -> None:
-        uneven = sorted(set(fragments) ^ set(shapes))  # type: ignore[call-overload]
+    def _check_frozen(self, uneven: set[str]) -> None:
         if uneven:
             self.problems.add(
                 f"{self.model.shard.name}: {len(uneven)} frozen parameters have a shape without "
-                f"values or values without a shape, the first is {uneven[0]!r}"
+                f"values or values without a shape, the first is {min(uneven)!r}"
             )
 
     def _other_models(self) -> dict[int, ModelState]:

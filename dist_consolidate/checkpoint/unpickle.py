@@ -15,7 +15,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
-import pickle  # noqa: S403 - only its restricted subclass below is used
+import pickle
+from collections.abc import Iterable
 from typing import Any
 
 from dist_consolidate.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
@@ -105,7 +106,11 @@ def _shape(value: Any) -> tuple[int, ...]:  # noqa: ANN401
 
 
 def _rebuild_tensor(
-    storage: StorageRef, offset: int, size: Any, stride: Any, *_rest: Any
+    storage: StorageRef,
+    offset: int,
+    size: Iterable[int],
+    stride: Iterable[int],
+    *_rest: object,
 ) -> TensorRef:
     shape, steps = _shape(size), _shape(stride)
     if not isinstance(storage, StorageRef) or type(offset) is not int or offset < 0:
@@ -118,12 +123,12 @@ def _rebuild_tensor(
 def _rebuild_tensor_v3(
     storage: StorageRef,
     offset: int,
-    size: Any,
-    stride: Any,
+    size: Iterable[int],
+    stride: Iterable[int],
     _requires_grad: bool,
-    _hooks: Any,
+    _hooks: object,
     dtype: DType,
-    *_rest: Any,
+    *_rest: object,
 ) -> TensorRef:
     if not isinstance(dtype, DType):
         raise pickle.UnpicklingError("a tensor has an unknown element type")
@@ -241,5 +246,3 @@ def loads(data: bytes) -> Any:  # noqa: ANN401
         return _Unpickler(data).load()
     except _BAD_PICKLE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-

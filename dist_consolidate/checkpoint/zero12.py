@@ -37,7 +37,8 @@ def build(
         The flat groups, and the source of each tensor in them, in flat order.
     """
     shapes = shapes_by_group(model, optims[0], problems)
-    groups, sources = [], {}
+    groups: list[FlatGroup] = []
+    sources: dict[str, Source] = {}
     for index, group_shapes in enumerate(shapes):
         parts = [optim.parts[index] for optim in optims]
         paddings = optims[0].alignment_paddings
@@ -107,9 +108,7 @@ def flat_group(
     return FlatGroup(label, striped, dtype, tuple(part.extent() for part in flat))
 
 
-def _slots(
-    group: int, shapes: Shapes, paddings: Sequence[int]
-) -> tuple[dict[str, FlatSlot], int]:
+def _slots(group: int, shapes: Shapes, paddings: Sequence[int]) -> tuple[dict[str, FlatSlot], int]:
     slots, offset = {}, 0
     for index, (name, shape) in enumerate(shapes.items()):
         slots[name] = FlatSlot(group, offset)

@@ -32,7 +32,8 @@ def build(
     Returns:
         The flat groups, and the source of each tensor in them, in flat order.
     """
-    groups, sources = [], {}
+    groups: list[FlatGroup] = []
+    sources: dict[str, Source] = {}
     for index, shapes in enumerate(shapes_by_group(model, optims[0], problems)):
         parts = [optim.parts[index] for optim in optims]
         group = flat_group(f"sub-group {index}", parts, striped=True, problems=problems)
@@ -90,7 +91,9 @@ def frozen(
     for name, shape in (models[0].frozen_shapes or {}).items():
         needed = ranks if math.prod(shape) else 1
         spans = [
-            (state.frozen or {}).get(name) for rank, state in sorted(models.items()) if rank < needed
+            (state.frozen or {}).get(name)
+            for rank, state in sorted(models.items())
+            if rank < needed
         ]
         parts = [span for span in spans if span is not None]
         if len(parts) != needed:

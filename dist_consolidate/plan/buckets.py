@@ -365,9 +365,7 @@ def _members_between(members: Sequence[_Member], low: int, high: int) -> Iterato
 def _concat_reads(section: _Section, start: int, stop: int, at_bytes: int) -> Iterator[Read]:
     assert section.group is not None
     first = max(bisect.bisect_right(section.starts_bytes, start) - 1, 0)
-    for part, origin in zip(
-        section.group.parts[first:], section.starts_bytes[first:], strict=True
-    ):
+    for part, origin in zip(section.group.parts[first:], section.starts_bytes[first:], strict=True):
         low, high = max(start, origin), min(stop, origin + part.num_bytes)
         if origin >= stop:
             return

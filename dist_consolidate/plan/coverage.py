@@ -1,4 +1,4 @@
-"""The coverage check: every element of every tensor is filled exactly once, padding goes nowhere."""
+"""The coverage check: every element is filled exactly once, and padding goes nowhere."""
 
 from __future__ import annotations
 

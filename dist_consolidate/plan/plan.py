@@ -101,7 +101,9 @@ def make_plan(
         CheckpointError: If the sources do not fill every element exactly once.
     """
     check_coverage(checkpoint, resolution)
-    units = [_unit(tensor, output_dtype(tensor.source, dtype), ties) for tensor in resolution.tensors]
+    units = [
+        _unit(tensor, output_dtype(tensor.source, dtype), ties) for tensor in resolution.tensors
+    ]
     shards = _shard([stored for unit in units for stored in unit], max_shard_bytes)
     places = {
         stored.names[0]: (file, index)

@@ -104,9 +104,7 @@ class _Resolver:
 
     def __init__(self, ckpt: Checkpoint, ties: TieMap, allow_missing: Sequence[str]) -> None:
         self.notes: list[str] = []
-        self.left_out = {
-            name: f"is no tensor ({kind})" for name, kind in ckpt.odd_entries.items()
-        }
+        self.left_out = {name: f"is no tensor ({kind})" for name, kind in ckpt.odd_entries.items()}
         self.sources = dict(ckpt.partitions)
         for name, source in ckpt.frozen.items():
             self.sources.setdefault(name, source)

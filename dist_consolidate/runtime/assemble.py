@@ -70,9 +70,7 @@ class Assembler:
         self._slot: Slot | None = None
         self._runs: list[Run] = []
 
-    def take(
-        self, table: torch.Tensor, position: Sequence[int], pieces: Iterable[Piece]
-    ) -> None:
+    def take(self, table: torch.Tensor, position: Sequence[int], pieces: Iterable[Piece]) -> None:
         """Move the pieces of one bucket.
 
         Args:

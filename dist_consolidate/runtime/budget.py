@@ -67,9 +67,7 @@ def make_budget(world: World, bucket_bytes: int | None) -> Budget:
         return Budget(bucket_bytes or CPU_BUCKET_BYTES, _CPU_STAGING_BYTES, None)
     free_bytes = min(world.control.exchange(_free_device_bytes(world.device)))
     usable = int(free_bytes * _GPU_SHARE)
-    chosen = bucket_bytes or max(
-        _MIN_GPU_BUCKET_BYTES, min(usable // 8, _MAX_GPU_BUCKET_BYTES)
-    )
+    chosen = bucket_bytes or max(_MIN_GPU_BUCKET_BYTES, min(usable // 8, _MAX_GPU_BUCKET_BYTES))
     # A bucket is held as rows twice, gathered once, and stands in front of the writer in part.
     need = 3 * chosen + NUM_STAGING * _GPU_STAGING_BYTES
     if need > free_bytes:

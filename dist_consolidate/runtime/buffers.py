@@ -42,8 +42,8 @@ class Slot:
         """Allocate ``num_bytes`` on the device, and page-locked on the host where they differ."""
         on_host = device.type == "cpu"
         self.host, self.view = host_bytes(num_bytes, pinned=not on_host)
-        self.tensor = self.host if on_host else torch.empty(
-            num_bytes, dtype=torch.uint8, device=device
+        self.tensor = (
+            self.host if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
         )
         self.done: Any = None if on_host else torch.Event(device)
         self.used_bytes = 0

@@ -180,9 +180,7 @@ class Control:
         by_message: dict[str, list[int]] = {}
         for rank, (message, _) in found:
             by_message.setdefault(message, []).append(rank)
-        lines = [
-            f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_message.items()
-        ]
+        lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_message.items()]
         raise RankError("\n".join(lines), max(code for _, (_, code) in found)) from error
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from dist_consolidate.errors import Caught
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.runtime.buffers import HostSlot, host_bytes
 from dist_consolidate.runtime.shards import ShardReader
@@ -49,7 +50,7 @@ class Loader:
             device: Where the rows go.
         """
         self._reader, self._device = reader, device
-        self._ready: queue.Queue[Row | BaseException] = queue.Queue()
+        self._ready: queue.Queue[Row | Exception] = queue.Queue()
         self._free: queue.Queue[Row | None] = queue.Queue()
         for _ in range(num_slots):
             self._free.put(Row(slot_bytes, device))
@@ -66,7 +67,7 @@ class Loader:
             CheckpointError: If reading failed.
         """
         item = self._ready.get()
-        if isinstance(item, BaseException):
+        if isinstance(item, Exception):
             raise item
         return item
 
@@ -84,7 +85,7 @@ class Loader:
         self._reader.close()
 
     def _work(self, loads: Iterable[Load]) -> None:
-        try:
+        with (caught := Caught()):
             stage = _Stage(self._device)
             for load in loads:
                 buffer = self._free.get()
@@ -92,9 +93,8 @@ class Loader:
                     return
                 self._fill(buffer, load, stage)
                 self._ready.put(buffer)
-        except Exception as error:
-            # It must reach the main thread, whatever it is: raised by the next call there.
-            self._ready.put(error)
+        if caught.error is not None:
+            self._ready.put(caught.error)
 
     def _fill(self, buffer: Row, load: Load, stage: _Stage) -> None:
         width = load.phase.row_bytes
@@ -129,6 +129,7 @@ class Row:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Allocate it."""
         self.view: memoryview | None = None
         if device.type == "cpu":
             self.tensor, self.view = host_bytes(num_bytes, pinned=False)

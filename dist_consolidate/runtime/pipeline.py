@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from dist_consolidate.errors import Caught
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.runtime.assemble import Assembler, Moved
 from dist_consolidate.runtime.budget import NUM_STAGING, Budget
@@ -191,25 +192,23 @@ class _Mover:
         assembler = Assembler(self.work.tensors, writer.acquire, writer.submit) if writer else None
         out = torch.empty(self._room_bytes(), dtype=torch.uint8, device=self.world.device)
         control, lag = self.world.control, 0 if self.transport.lanes else _DIRECT_LAG
-        error: Exception | None = None
+        caught = Caught()
         for step in self.steps:
-            row = None
-            try:
-                row = loader.next() if step is not None and error is None else None
-            except Exception as failure:
-                # Whatever it is, the other ranks must hear of it instead of waiting.
-                error = failure
-            control.beat(error, lag)
+            row: Row | None = None
+            with caught:
+                row = loader.next() if step is not None and caught.error is None else None
+            control.beat(caught.error, lag)
             if step is None or row is None:
                 continue
-            try:
+            with caught:
                 self._move_bucket(step, row, out, assembler)
                 loader.give_back(row)
-            except Exception as failure:
-                # See above; it is told in the next round.
-                error = failure
         control.flush()
-        self._finish(assembler, writer, error)
+        with caught:
+            if caught.error is None and assembler is not None and writer is not None:
+                assembler.flush()
+                writer.finish()
+        control.agree(caught.error)
 
     def _move_bucket(
         self, step: _Step, row: Row, out: torch.Tensor, assembler: Assembler | None
@@ -221,15 +220,3 @@ class _Mover:
         table = self.transport.exchange(rows, out, placement, step.writer)
         if table is not None and assembler is not None:
             assembler.take(table, placement.position(phase.num_rows), phase.pieces(step.bucket))
-
-    def _finish(
-        self, assembler: Assembler | None, writer: Writer | None, error: Exception | None
-    ) -> None:
-        try:
-            if error is None and assembler is not None and writer is not None:
-                assembler.flush()
-                writer.finish()
-        except Exception as failure:
-            # See _run_steps.
-            error = failure
-        self.world.control.agree(error)

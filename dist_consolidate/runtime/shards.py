@@ -96,7 +96,7 @@ class ShardReader:
         for box in boxes(span, read.start_numel, read.stop_numel, _SPAN_BYTES // width):
             num_bytes = box.num_numel * width
             view = torch.frombuffer(target[at : at + num_bytes], dtype=torch.uint8)
-            self._read_box(view.view(box.shape + (width,)), box)
+            self._read_box(view.view((*box.shape, width)), box)
             at += num_bytes
 
     def _read_box(self, out: torch.Tensor, box: TensorSpan) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.assemble import Run
 from dist_consolidate.runtime.buffers import Slot
 
@@ -66,7 +67,7 @@ class Writer:
         for slot in slots:
             self._free.put(slot)
         self._todo: queue.Queue[tuple[Slot, list[Run]] | None] = queue.Queue()
-        self._error: BaseException | None = None
+        self._caught = Caught()
         self._thread = threading.Thread(target=self._work, name="consolidate-writer", daemon=True)
         self._thread.start()
 
@@ -77,7 +78,7 @@ class Writer:
             OSError: If an earlier write failed.
         """
         slot = self._free.get()
-        self._check()
+        self._caught.raise_if_any()
         return slot
 
     def submit(self, slot: Slot, runs: list[Run]) -> None:
@@ -102,7 +103,7 @@ class Writer:
         self._todo.put(None)
         self._thread.join()
         try:
-            self._check()
+            self._caught.raise_if_any()
             for descriptor in self._descriptors.values():
                 os.fsync(descriptor)
         finally:
@@ -110,7 +111,7 @@ class Writer:
 
     def abandon(self) -> None:
         """Stop without caring for what is not written yet."""
-        self._error = self._error or InterruptedError("the run was given up")
+        self._caught.error = self._caught.error or InterruptedError("the run was given up")
         self._todo.put(None)
         self._thread.join()
         self._close()
@@ -120,21 +121,14 @@ class Writer:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def _work(self) -> None:
         while (item := self._todo.get()) is not None:
             slot, runs = item
-            try:
-                # After a failure buffers still go back, so that nobody waits for one in vain.
-                if self._error is None:
+            # After a failure buffers still go back, so that nobody waits for one in vain.
+            with self._caught:
+                if self._caught.error is None:
                     slot.wait()
                     self._write(slot.view, runs)
-            except Exception as error:
-                # It must reach the main thread, whatever it is: raised by the next call there.
-                self._error = error
             self._free.put(slot)
 
     def _write(self, view: memoryview, runs: Sequence[Run]) -> None:
