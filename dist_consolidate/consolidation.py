@@ -149,7 +149,7 @@ class _Run:
         paths = [publication.work_dir / file.name for file in self.plan.files]
         self._check_output_visible(paths)
         budget = make_budget(self.world, self.options.bucket_bytes)
-        transport = make_transport(self.transport, self.world.rank)
+        transport = make_transport(self.transport, self.world.rank, self.world.device)
         work = Work(
             folder=self.planned.folder.path,
             file_bytes={shard.name: shard.num_bytes for shard in self.planned.folder.shards},

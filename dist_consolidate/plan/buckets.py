@@ -93,8 +93,9 @@ class _Section:
     group: FlatGroup | None
     members: tuple[_Member, ...]
     span: TensorSpan | None = None
-    # Stage 1 and 2: where each part begins in the concatenation, in bytes.
+    # Stage 1 and 2: where each part begins in the concatenation, and where the last tensor ends.
     starts_bytes: tuple[int, ...] = ()
+    need_bytes: int = 0
 
 
 class Phase:
@@ -146,7 +147,7 @@ class LanePhase(Phase):
             longest = max(part.num_bytes for part in group.parts)
             length = min(longest, need * width)
             starts = _starts_bytes(group)
-            section = _Section(base, length, group, tuple(inside), starts_bytes=starts)
+            section = _Section(base, length, group, tuple(inside), None, starts, need * width)
             self._sections.append(section)
             base += _aligned(length)
         self._bases = [section.base_bytes for section in self._sections]
@@ -294,7 +295,7 @@ def _concat_sections(
         group, inside = plan.groups[index], tuple(members[index])
         length = _end_numel(inside) * group.dtype.itemsize_bytes
         starts = _starts_bytes(group)
-        sections.append(_Section(base, length, group, inside, starts_bytes=starts))
+        sections.append(_Section(base, length, group, inside, None, starts, length))
         base += _aligned(length)
     return sections
 
@@ -387,8 +388,7 @@ def _useful_bytes(section: _Section, row: int) -> int:
     held = section.group.parts[row].num_bytes
     if section.group.striped:
         return min(held, section.num_bytes)
-    need = _end_numel(section.members) * section.group.dtype.itemsize_bytes
-    return max(min(held, need - section.starts_bytes[row]), 0)
+    return max(min(held, section.need_bytes - section.starts_bytes[row]), 0)
 
 
 def _starts_bytes(group: FlatGroup) -> tuple[int, ...]:

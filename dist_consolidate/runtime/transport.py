@@ -14,6 +14,8 @@ import torch
 
 from dist_consolidate.runtime.placement import Placement
 
+_GLOO_SLICE_BYTES = 512 << 10
+
 
 class Transport(Protocol):
     """Moves the rows of one bucket.
@@ -61,13 +63,19 @@ class Direct:
 
 
 class AllGather:
-    """Every rank receives all rows: one all-gather of equal slices (NCCL on GPUs)."""
+    """Every rank receives all rows: one all-gather of equal slices (NCCL on GPUs).
+
+    On the CPU, gloo copies what it gathers several times over; there a bucket goes in small
+    slices, which only the writer keeps.
+    """
 
     lanes = True
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: torch.device) -> None:
         """Remember who this is."""
         self._rank = rank
+        self._in_slices = device.type == "cpu"
+        self._slices = torch.empty(_GLOO_SLICE_BYTES if self._in_slices else 0, dtype=torch.uint8)
 
     def exchange(
         self, rows: torch.Tensor, out: torch.Tensor, placement: Placement, writer: int
@@ -75,17 +83,38 @@ class AllGather:
         """All-gather (see :class:`Transport`)."""
         import torch.distributed as dist
 
-        gathered = out[: len(placement.rows) * rows.numel()]
         if len(placement.rows) == 1 and not dist.is_initialized():
             return rows
-        # all_gather_into_tensor is deprecated in favour of all_gather_single from torch 2.13 on.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered, rows.reshape(-1))
-        return gathered.view(-1, rows.shape[1]) if self._rank == writer else None
+        size, mine = len(placement.rows), rows.reshape(-1)
+        if self._in_slices:
+            self._gather_slices(size, mine, out if self._rank == writer else None)
+        else:
+            _all_gather(out[: size * mine.numel()], mine)
+        if self._rank != writer:
+            return None
+        return out[: size * mine.numel()].view(-1, rows.shape[1])
+
+    def _gather_slices(self, size: int, mine: torch.Tensor, out: torch.Tensor | None) -> None:
+        step = max(self._slices.numel() // size, 1)
+        for start in range(0, mine.numel(), step):
+            part = mine[start : start + step]
+            slices = self._slices[: size * part.numel()]
+            _all_gather(slices, part)
+            if out is not None:
+                table = out[: size * mine.numel()].view(size, -1)
+                table[:, start : start + part.numel()] = slices.view(size, -1)
 
     def needs_room(self, is_writer: bool) -> bool:
-        """Tell that everyone receives."""
-        return True
+        """Tell who keeps what arrives: with NCCL everyone receives into it."""
+        return is_writer or not self._in_slices
+
+
+def _all_gather(out: torch.Tensor, part: torch.Tensor) -> None:
+    import torch.distributed as dist
+
+    # all_gather_into_tensor is deprecated in favour of all_gather_single from torch 2.13 on.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, part)
 
 
 class Gather:
@@ -132,8 +161,8 @@ class Gather:
             work.wait()
 
 
-def make_transport(name: str, rank: int) -> Transport:
+def make_transport(name: str, rank: int, device: torch.device) -> Transport:
     """Make a transport by name: ``direct``, ``allgather`` or ``gather``."""
     if name == "direct":
         return Direct()
-    return AllGather(rank) if name == "allgather" else Gather(rank)
+    return AllGather(rank, device) if name == "allgather" else Gather(rank)
