@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,17 +128,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     leads = os.environ.get("RANK", "0") == "0"
+    # argparse writes for itself, on every rank alike; one rank's words are enough.
+    silence = contextlib.ExitStack()
     if not leads:
-        # argparse writes its own messages; one rank's are enough.
-        sys.stderr, said = Path(os.devnull).open("w"), sys.stderr  # noqa: SIM115
-    try:
-        ckpt_dir, output_dir, options = parse(sys.argv[1:] if arguments is None else arguments)
-    except UsageError as error:
-        print(f"dist-consolidate: error: {error}", file=sys.stderr)
-        return error.exit_code
-    finally:
-        if not leads:
-            sys.stderr = said
+        silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    with silence:
+        try:
+            ckpt_dir, output_dir, options = parse(sys.argv[1:] if arguments is None else arguments)
+        except UsageError as error:
+            print(f"dist-consolidate: error: {error}", file=sys.stderr)
+            return error.exit_code
+    # A batch system's request to stop ends the program in order: nothing half-written is left.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return _consolidate(ckpt_dir, output_dir, options, leads)
     except ConsolidateError as error:

@@ -149,11 +149,16 @@ class _Run:
         paths = [publication.work_dir / file.name for file in self.plan.files]
         self._check_output_visible(paths)
         budget = make_budget(self.world, self.options.bucket_bytes)
-        transport = make_transport(self.transport, self.world.rank, self.world.device)
+        transport = make_transport(self.transport, self.world)
         work = Work(
             folder=self.planned.folder.path,
             file_bytes={shard.name: shard.num_bytes for shard in self.planned.folder.shards},
-            phases=make_phases(self.plan, budget.bucket_bytes, lanes=transport.lanes),
+            phases=make_phases(
+                self.plan,
+                budget.bucket_bytes,
+                lanes=transport.lanes,
+                num_ranks=self.world.size if transport.lanes else 1,
+            ),
             tensors=[
                 Moved(
                     tensor.source.num_numel,

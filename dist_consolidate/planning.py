@@ -19,7 +19,7 @@ from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
 from dist_consolidate.plan.plan import Plan, make_plan
 from dist_consolidate.plan.resolve import resolve
-from dist_consolidate.runtime.control import Control, describe, exit_code
+from dist_consolidate.runtime.control import Control, describe, exit_code, explained
 
 _T = TypeVar("_T")
 
@@ -119,7 +119,8 @@ def on_rank_0(control: Control, action: Callable[[], _T]) -> _T:
     error = caught.error
     told = None if error is None else (describe(error), exit_code(error))
     result, failed = control.broadcast((outcome, told))
-    caught.raise_if_any()
+    if error is not None:
+        raise explained(error) from error
     if failed is not None:
         raise RankError(*failed)
     return result  # type: ignore[no-any-return]

@@ -107,10 +107,10 @@ class Phase:
         num_buckets: Buckets.
     """
 
-    def __init__(self, num_rows: int, total_bytes: int, bucket_bytes: int) -> None:
-        """Choose the width: an equal share of the bucket, never wider than what is there."""
+    def __init__(self, num_rows: int, total_bytes: int, row_bytes: int) -> None:
+        """Choose the width: as asked, but never wider than what is there."""
         self.num_rows = num_rows
-        share = max(bucket_bytes // num_rows // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
+        share = max(row_bytes // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
         self.row_bytes = min(share, _aligned(total_bytes))
         self.num_buckets = -(-total_bytes // self.row_bytes) if total_bytes else 0
 
@@ -131,14 +131,14 @@ class LanePhase(Phase):
     """One row per part of the groups: every part is read from front to back."""
 
     def __init__(
-        self, groups: Sequence[FlatGroup], members: Sequence[Sequence[_Member]], bucket_bytes: int
+        self, groups: Sequence[FlatGroup], members: Sequence[Sequence[_Member]], row_bytes: int
     ) -> None:
         """Lay the groups one after another in each row.
 
         Args:
             groups: Flat groups with equally many parts.
             members: The tensors in each, by offset.
-            bucket_bytes: What one bucket holds, all rows together.
+            row_bytes: What one bucket holds of each row.
         """
         self._sections: list[_Section] = []
         base = 0
@@ -152,7 +152,7 @@ class LanePhase(Phase):
             base += _aligned(length)
         self._bases = [section.base_bytes for section in self._sections]
         self._num_parts = len(groups[0].parts)
-        super().__init__(self._num_parts, base, bucket_bytes)
+        super().__init__(self._num_parts, base, row_bytes)
 
     def _overlapping(self, bucket: int) -> Iterator[tuple[_Section, int, int, int]]:
         """Give each section of a bucket with its byte range, and where that lies in the row."""
@@ -195,19 +195,19 @@ class LanePhase(Phase):
 class SpacePhase(Phase):
     """Things that lie one after another; a bucket is cut into equal rows."""
 
-    def __init__(self, sections: Sequence[_Section], num_rows: int, bucket_bytes: int) -> None:
+    def __init__(self, sections: Sequence[_Section], num_rows: int, row_bytes: int) -> None:
         """Cut the space.
 
         Args:
             sections: Concatenated groups, or whole tensors.
             num_rows: Rows of a bucket.
-            bucket_bytes: What one bucket holds, all rows together.
+            row_bytes: What one bucket holds of each row.
         """
         self._sections = list(sections)
         self._bases = [section.base_bytes for section in self._sections]
         last = self._sections[-1]
         total = last.base_bytes + last.num_bytes
-        super().__init__(num_rows, -(-total // num_rows), bucket_bytes)
+        super().__init__(num_rows, -(-total // num_rows), row_bytes)
 
     def _overlapping(self, bucket: int, row: int) -> Iterator[tuple[_Section, int, int, int]]:
         low = (bucket * self.num_rows + row) * self.row_bytes
@@ -239,7 +239,7 @@ class SpacePhase(Phase):
         return frozenset(files | {part.file for group in groups for part in group.parts})
 
 
-def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool) -> list[Phase]:
+def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool, num_ranks: int = 1) -> list[Phase]:
     """Cut a plan into phases of buckets.
 
     Args:
@@ -247,6 +247,8 @@ def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool) -> list[Phase]:
         bucket_bytes: What one bucket moves, all rows together.
         lanes: True where ranks exchange what they read from their own shards; false where whoever
             writes a bucket also reads it, and long runs of the output matter more.
+        num_ranks: Ranks that the rows are dealt out to; where some of them get fewer rows than
+            others, or none, their share counts all the same, as it does in their memory.
 
     Returns:
         Phases in flat order; together their pieces fill every tensor exactly once.
@@ -261,8 +263,12 @@ def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool) -> list[Phase]:
         else:
             joined.append(index)
     phases: list[Phase] = [
-        LanePhase([plan.groups[i] for i in chosen], [members[i] for i in chosen], bucket_bytes)
-        for chosen in lane_sets.values()
+        LanePhase(
+            [plan.groups[i] for i in chosen],
+            [members[i] for i in chosen],
+            _share_bytes(bucket_bytes, len(files), num_ranks),
+        )
+        for files, chosen in lane_sets.items()
     ]
     if joined:
         sections = _concat_sections(plan, joined, members)
@@ -270,8 +276,13 @@ def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool) -> list[Phase]:
     spans = _span_sections(plan)
     if spans:
         widest = max((len(group.parts) for group in plan.groups), default=1)
-        phases.append(SpacePhase(spans, widest if lanes else 1, bucket_bytes))
+        rows = widest if lanes else 1
+        phases.append(SpacePhase(spans, rows, _share_bytes(bucket_bytes, rows, num_ranks)))
     return [phase for phase in phases if phase.num_buckets]
+
+
+def _share_bytes(bucket_bytes: int, num_rows: int, num_ranks: int) -> int:
+    return bucket_bytes // (-(-num_rows // num_ranks) * num_ranks)
 
 
 def _members_by_group(plan: Plan) -> dict[int, list[_Member]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, Source
 from dist_consolidate.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from dist_consolidate.errors import CheckpointError
 from dist_consolidate.plan.coverage import check_coverage
 from dist_consolidate.plan.outputs import OutputFile, StoredTensor
 from dist_consolidate.plan.resolve import Resolution, Resolved
@@ -98,12 +99,17 @@ def make_plan(
         The plan.
 
     Raises:
-        CheckpointError: If the sources do not fill every element exactly once.
+        CheckpointError: If the sources do not fill every element exactly once, or there is nothing
+            to write.
     """
+    if not resolution.tensors:
+        raise CheckpointError(f"{checkpoint.tag}: nothing is left to write")
     check_coverage(checkpoint, resolution)
-    units = [
-        _unit(tensor, output_dtype(tensor.source, dtype), ties) for tensor in resolution.tensors
-    ]
+    # Wide elements first, as readers that map a file expect; within a width the flat order stays.
+    holders = sorted(
+        resolution.tensors, key=lambda t: -output_dtype(t.source, dtype).itemsize_bytes
+    )
+    units = [_unit(tensor, output_dtype(tensor.source, dtype), ties) for tensor in holders]
     shards = _shard([stored for unit in units for stored in unit], max_shard_bytes)
     places = {
         stored.names[0]: (file, index)
@@ -114,7 +120,7 @@ def make_plan(
         PlannedTensor(
             tensor.name, tensor.source, unit[0].dtype, tuple(places[s.names[0]] for s in unit)
         )
-        for tensor, unit in zip(resolution.tensors, units, strict=True)
+        for tensor, unit in zip(holders, units, strict=True)
     )
     dropped = {a: t.holder for a, t in resolution.ties.items()} if ties == "drop" else {}
     files = tuple(

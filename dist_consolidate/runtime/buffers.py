@@ -8,6 +8,12 @@ from typing import Any
 import torch
 
 
+def use_device(device: torch.device) -> None:
+    """Make a device the calling thread's current one; a new thread starts on the first."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
 def host_bytes(num_bytes: int, *, pinned: bool) -> tuple[torch.Tensor, memoryview]:
     """Allocate host memory that both torch and the operating system can write into.
 

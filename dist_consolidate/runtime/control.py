@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import errno
 from typing import Any
 
 from dist_consolidate.errors import ConsolidateError, RankError, ResourceError
@@ -105,7 +106,7 @@ class Control:
             raise RankError(f"{_LOST} ({_first_line(error)})") from error
         return values
 
-    def agree(self, error: BaseException | None) -> None:
+    def agree(self, error: Exception | None) -> None:
         """Wait for all ranks; raise on every one of them if any brings an error.
 
         Args:
@@ -118,7 +119,7 @@ class Control:
         self.beat(error)
         self.flush()
 
-    def beat(self, error: BaseException | None = None, lag: int = 0) -> None:
+    def beat(self, error: Exception | None = None, lag: int = 0) -> None:
         """Take part in one round; every rank beats equally often.
 
         Args:
@@ -131,7 +132,7 @@ class Control:
         """
         if self.size == 1:
             if error is not None:
-                raise error
+                raise explained(error) from error
             return
         self._lag = lag
         self._issue(error)
@@ -143,7 +144,7 @@ class Control:
         while self._pending:
             self._wait(None)
 
-    def _issue(self, error: BaseException | None) -> None:
+    def _issue(self, error: Exception | None) -> None:
         import torch
         import torch.distributed as dist
 
@@ -154,7 +155,7 @@ class Control:
             raise RankError(f"{_LOST} ({_first_line(lost)})") from lost
         self._pending.append((work, flag))
 
-    def _wait(self, error: BaseException | None) -> None:
+    def _wait(self, error: Exception | None) -> None:
         flag = self._oldest()
         if not flag:
             return
@@ -174,7 +175,7 @@ class Control:
             raise RankError(f"{_LOST} ({_first_line(lost)})") from lost
         return bool(flag.item())
 
-    def _raise_all(self, error: BaseException | None) -> None:
+    def _raise_all(self, error: Exception | None) -> None:
         mine = None if error is None else (describe(error), exit_code(error))
         found = [(rank, what) for rank, what in enumerate(self.exchange(mine)) if what]
         by_message: dict[str, list[int]] = {}
@@ -184,31 +185,38 @@ class Control:
         raise RankError("\n".join(lines), max(code for _, (_, code) in found)) from error
 
 
-def describe(error: BaseException) -> str:
+def explained(error: Exception) -> Exception:
+    """Turn what the operating system or an allocator says into an error of ours.
+
+    Args:
+        error: Anything.
+
+    Returns:
+        A :class:`ConsolidateError` with the file's name, where there is one to be made; otherwise
+        the error itself.
+    """
+    if isinstance(error, OSError):
+        text = f"{error.filename or 'a file'}: {error.strerror or error}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+        return ResourceError(text) if full else ConsolidateError(text)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        first = _first_line(error) or "out of memory"
+        return ResourceError(f"{first}; use a smaller --bucket-size")
+    return error
+
+
+def describe(error: Exception) -> str:
     """Put an error into words for another rank."""
-    if isinstance(error, ConsolidateError):
-        return str(error)
-    if isinstance(error, OSError):
-        return str(from_os_error(error))
-    return f"{type(error).__name__}: {error}"
+    error = explained(error)
+    known = isinstance(error, ConsolidateError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
-def exit_code(error: BaseException) -> int:
+def exit_code(error: Exception) -> int:
     """Tell the exit code that an error ends the program with."""
-    if isinstance(error, OSError):
-        error = from_os_error(error)
+    error = explained(error)
     return error.exit_code if isinstance(error, ConsolidateError) else 1
 
 
-def from_os_error(error: OSError) -> ConsolidateError:
-    """Turn what the operating system says into a message with the file's name."""
-    import errno
-
-    text = f"{error.filename or 'a file'}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-        return ResourceError(text)
-    return ConsolidateError(text)
-
-
-def _first_line(error: BaseException) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0][:200]

@@ -12,7 +12,7 @@ import torch
 
 from dist_consolidate.errors import Caught
 from dist_consolidate.plan.buckets import Phase
-from dist_consolidate.runtime.buffers import HostSlot, host_bytes
+from dist_consolidate.runtime.buffers import HostSlot, host_bytes, use_device
 from dist_consolidate.runtime.shards import ShardReader
 
 
@@ -86,6 +86,7 @@ class Loader:
 
     def _work(self, loads: Iterable[Load]) -> None:
         with (caught := Caught()):
+            use_device(self._device)
             stage = _Stage(self._device)
             for load in loads:
                 buffer = self._free.get()

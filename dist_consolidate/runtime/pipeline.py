@@ -183,9 +183,9 @@ class _Mover:
 
     def _make_writer(self) -> Writer:
         size = self.budget.staging_bytes
-        slots = [Slot(size, self.world.device) for _ in range(NUM_STAGING)]
-        work = self.work
-        return Writer(work.files, work.places, slots=slots, checksums=work.checksums)
+        device, work = self.world.device, self.work
+        slots = [Slot(size, device) for _ in range(NUM_STAGING)]
+        return Writer(work.files, work.places, slots=slots, checksums=work.checksums, device=device)
 
     def _run_steps(self, loader: Loader, writer: Writer | None) -> None:
         """Go through all rounds; an error here is told in the next one and ends every rank."""

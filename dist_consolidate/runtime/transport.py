@@ -8,11 +8,12 @@ Legend: ``W`` rows at most on a rank (the placement's width), ``B`` bytes per ro
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from dist_consolidate.runtime.placement import Placement
+from dist_consolidate.runtime.world import World
 
 _GLOO_SLICE_BYTES = 512 << 10
 
@@ -71,9 +72,9 @@ class AllGather:
 
     lanes = True
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        """Remember who this is."""
-        self._rank = rank
+    def __init__(self, rank: int, device: torch.device, group: Any) -> None:  # noqa: ANN401
+        """Remember who this is, and the process group to talk over."""
+        self._rank, self._group = rank, group
         self._in_slices = device.type == "cpu"
         self._slices = torch.empty(_GLOO_SLICE_BYTES if self._in_slices else 0, dtype=torch.uint8)
 
@@ -89,7 +90,7 @@ class AllGather:
         if self._in_slices:
             self._gather_slices(size, mine, out if self._rank == writer else None)
         else:
-            _all_gather(out[: size * mine.numel()], mine)
+            _all_gather(out[: size * mine.numel()], mine, self._group)
         if self._rank != writer:
             return None
         return out[: size * mine.numel()].view(-1, rows.shape[1])
@@ -99,7 +100,7 @@ class AllGather:
         for start in range(0, mine.numel(), step):
             part = mine[start : start + step]
             slices = self._slices[: size * part.numel()]
-            _all_gather(slices, part)
+            _all_gather(slices, part, self._group)
             if out is not None:
                 table = out[: size * mine.numel()].view(size, -1)
                 table[:, start : start + part.numel()] = slices.view(size, -1)
@@ -109,12 +110,12 @@ class AllGather:
         return is_writer or not self._in_slices
 
 
-def _all_gather(out: torch.Tensor, part: torch.Tensor) -> None:
+def _all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> None:  # noqa: ANN401
     import torch.distributed as dist
 
     # all_gather_into_tensor is deprecated in favour of all_gather_single from torch 2.13 on.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, part)
+    gather(out, part, group=group)
 
 
 class Gather:
@@ -122,9 +123,9 @@ class Gather:
 
     lanes = True
 
-    def __init__(self, rank: int) -> None:
-        """Remember who this is."""
-        self._rank = rank
+    def __init__(self, rank: int, group: Any) -> None:  # noqa: ANN401 - a process group
+        """Remember who this is, and the process group to talk over."""
+        self._rank, self._group = rank, group
 
     def exchange(
         self, rows: torch.Tensor, out: torch.Tensor, placement: Placement, writer: int
@@ -135,7 +136,7 @@ class Gather:
         mine = len(placement.rows[self._rank])
         if self._rank != writer:
             if mine:
-                self._run([dist.P2POp(dist.isend, rows[:mine].reshape(-1), writer)])
+                self._run([dist.P2POp(dist.isend, rows[:mine].reshape(-1), writer, self._group)])
             return None
         num_bytes = rows.shape[1]
         table = out[: len(placement.rows) * placement.width * num_bytes].view(-1, num_bytes)
@@ -145,7 +146,7 @@ class Gather:
             if rank == writer:
                 place.copy_(rows[:mine])
             elif held:
-                receives.append(dist.P2POp(dist.irecv, place.view(-1), rank))
+                receives.append(dist.P2POp(dist.irecv, place.view(-1), rank, self._group))
         self._run(receives)
         return table
 
@@ -161,8 +162,47 @@ class Gather:
             work.wait()
 
 
-def make_transport(name: str, rank: int, device: torch.device) -> Transport:
-    """Make a transport by name: ``direct``, ``allgather`` or ``gather``."""
+class ViaHost:
+    """Carries a device's rows over a CPU group, where ranks share a device and NCCL cannot."""
+
+    lanes = True
+
+    def __init__(self, inner: Transport) -> None:
+        """Wrap a transport that moves host memory."""
+        self._inner = inner
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def exchange(
+        self, rows: torch.Tensor, out: torch.Tensor, placement: Placement, writer: int
+    ) -> torch.Tensor | None:
+        """Move through host memory (see :class:`Transport`)."""
+        need = len(placement.rows) * rows.numel()
+        if self._room.numel() < need:
+            self._room = torch.empty(need, dtype=torch.uint8)
+        table = self._inner.exchange(rows.cpu(), self._room, placement, writer)
+        return None if table is None else table.to(rows.device)
+
+    def needs_room(self, is_writer: bool) -> bool:
+        """Tell that the room is on the host, here."""
+        return False
+
+
+def make_transport(name: str, world: World) -> Transport:
+    """Make a transport.
+
+    Args:
+        name: ``direct``, ``allgather`` or ``gather``.
+        world: This rank.
+
+    Returns:
+        The transport, over the group that can carry the device's memory.
+    """
     if name == "direct":
         return Direct()
-    return AllGather(rank, device) if name == "allgather" else Gather(rank)
+    carried = world.device if world.data_group_carries_device else torch.device("cpu")
+    inner: Transport
+    if name == "allgather":
+        inner = AllGather(world.rank, carried, world.data_group)
+    else:
+        inner = Gather(world.rank, world.data_group)
+    return inner if carried == world.device else ViaHost(inner)

@@ -29,12 +29,16 @@ class World:
         size: Number of processes.
         device: Where weights pass through.
         control: The control plane.
+        data_group: The process group that carries weights.
+        data_group_carries_device: Whether it takes the device's memory as it is.
     """
 
     rank: int
     size: int
     device: torch.device
     control: Control
+    data_group: Any = None
+    data_group_carries_device: bool = True
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -104,6 +108,13 @@ def _backend(device: torch.device, environ: Mapping[str, str]) -> str:
     return dist.get_default_backend_for_device(device)
 
 
+def _default_group_carries(device: torch.device) -> bool:
+    """Whether the default group has the device's own backend (NCCL) for its memory."""
+    import torch.distributed as dist
+
+    return dist.get_default_backend_for_device(device) in str(dist.get_backend_config())
+
+
 @contextlib.contextmanager
 def join_world(device_request: str, *, launch: bool) -> Iterator[World]:
     """Become a rank of the run; everything that was set up is taken down again.
@@ -158,7 +169,9 @@ def _distributed(device: torch.device, rank: int, size: int) -> Iterator[World]:
     try:
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         rank, size = dist.get_rank(), dist.get_world_size()
-        yield World(rank, size, device, Control(rank, size, group))
+        carries = device.type == "cpu" or _default_group_carries(device)
+        data_group = group if device.type == "cpu" or not carries else dist.group.WORLD
+        yield World(rank, size, device, Control(rank, size, group), data_group, carries)
     finally:
         if group is not None:
             dist.destroy_process_group(group)

@@ -14,7 +14,7 @@ import torch
 
 from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.assemble import Run
-from dist_consolidate.runtime.buffers import Slot
+from dist_consolidate.runtime.buffers import Slot, use_device
 
 
 class Place(NamedTuple):
@@ -49,6 +49,7 @@ class Writer:
         *,
         slots: Sequence[Slot],
         checksums: bool,
+        device: torch.device,
     ) -> None:
         """Start the thread.
 
@@ -57,8 +58,9 @@ class Writer:
             places: For each tensor of the plan, every place its bytes go to.
             slots: Staging buffers.
             checksums: Note a CRC-32 of each run.
+            device: Where the buffers are.
         """
-        self._files, self._places = files, places
+        self._files, self._places, self._device = files, places, device
         self._want_checksums = checksums
         self.checksums: list[Checksum] = []
         self.num_bytes_written = 0
@@ -122,6 +124,7 @@ class Writer:
         self._descriptors.clear()
 
     def _work(self) -> None:
+        use_device(self._device)
         while (item := self._todo.get()) is not None:
             slot, runs = item
             # After a failure buffers still go back, so that nobody waits for one in vain.
