@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dist_consolidate.checkpoint.fragments import fragments
 from dist_consolidate.checkpoint.layout import TagFolder, find_tag
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.options import Options
-from dist_consolidate.plan.fragments import fragments
 from dist_consolidate.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
     def _load(self, name: str) -> torch.Tensor:
         import torch
 
+        from dist_consolidate.checkpoint.shards import ShardReader
         from dist_consolidate.runtime.buffers import host_bytes
-        from dist_consolidate.runtime.shards import ShardReader
 
         source = self._tensors[name].source
         num_bytes = source.num_numel * source.dtype.itemsize_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
@@ -76,6 +76,12 @@ def primary_model(folder: TagFolder) -> ShardFile:
         CheckpointError: If it is not there.
     """
     models = [s for s in folder.of("model") if not s.dp_rank and not s.mp_rank]
+    if len(models) > 1:
+        raise CheckpointError(
+            f"{folder.path}: holds two model states of rank 0, {models[0].name} and "
+            f"{models[1].name}: saves of two ZeRO stages lie on top of each other; move away what "
+            "is left over"
+        )
     if not models:
         striped = any(shard.dp_rank is not None for shard in folder.of("model"))
         name = "zero_pp_rank_0_mp_rank_00" if striped else "mp_rank_00"
@@ -84,11 +90,14 @@ def primary_model(folder: TagFolder) -> ShardFile:
             "tensors and nothing can be read without it. Look for it where the run's first "
             "rank saved"
         )
-    return models[-1]
+    return models[0]
 
 
 def order_by_rank(
-    folder: TagFolder, states: Sequence[OptimState], problems: Problems
+    folder: TagFolder,
+    states: Sequence[OptimState],
+    problems: Problems,
+    damaged: Collection[int] = (),
 ) -> list[OptimState]:
     """Check that there is exactly one optimizer states file for each rank.
 
@@ -96,6 +105,7 @@ def order_by_rank(
         folder: The shards.
         states: The optimizer states read.
         problems: Takes each missing, surplus and contradicting rank, with its path.
+        damaged: Ranks whose file is there but could not be read.
 
     Returns:
         The states in rank order; complete if no problem was noted.
@@ -108,7 +118,7 @@ def order_by_rank(
     if ranks < 1:
         problems.add(f"{folder.path / first.shard.name}: records no partition_count")
         ranks = len(by_rank)
-    for rank in sorted(set(range(ranks)) - set(by_rank)):
+    for rank in sorted(set(range(ranks)) - set(by_rank) - set(damaged)):
         path = folder.path / _name_for(first.shard, rank)
         problems.add(f"{path}: is missing (rank {rank} of {ranks})")
     for rank, found in sorted(by_rank.items()):

@@ -105,6 +105,11 @@ def _holds_shards(folder: Path) -> bool:
     return any(parse_name(entry.name) for entry in folder.iterdir())
 
 
+def _is_universal(folder: Path) -> bool:
+    """Whether ds_to_universal made it: one folder per parameter below ``zero``."""
+    return (folder / "zero").is_dir()
+
+
 def _step(name: str) -> int:
     numbers = re.findall(r"\d+", name)
     return int(numbers[-1]) if numbers else -1
@@ -173,7 +178,9 @@ def _find_tag(root: Path, tag: str | None) -> TagFolder:
                 + "\nname the one to read with --tag"
             )
         return _folder(root / latest, latest, "named by `latest`")
-    with_shards = [entry for entry in tags.values() if _holds_shards(entry)]
+    with_shards = [
+        entry for entry in tags.values() if _holds_shards(entry) and not _is_universal(entry)
+    ]
     if not with_shards:
         raise CheckpointError(_nothing_found(root, tags))
     newest = _newest(with_shards)
@@ -188,13 +195,13 @@ def _tags(folders: dict[str, Path]) -> list[str]:
 
 def _folder(path: Path, tag: str, chosen: str) -> TagFolder:
     shards = list_shards(path)
-    if not shards:
+    if not shards or _is_universal(path):
         raise CheckpointError(_nothing_found(path, {p.name: p for p in path.iterdir()}))
     return TagFolder(path, tag, chosen, shards)
 
 
 def _nothing_found(root: Path, entries: dict[str, Path]) -> str:
-    if (root / "zero").is_dir():
+    if _is_universal(root):
         raise UnsupportedLayoutError(
             f"{root}: is a universal checkpoint (ds_to_universal), which this version does not "
             "read; pass the ZeRO checkpoint it was made from"

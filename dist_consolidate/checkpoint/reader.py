@@ -6,6 +6,7 @@ several ranks can share it, each reading what it sees.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from dist_consolidate.checkpoint import census, stage0, zero3, zero12
 from dist_consolidate.checkpoint.archive import scan_integer
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
+from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import (
     ModelState,
     ModuleEntry,
@@ -90,7 +92,12 @@ def read_checkpoint(folder: TagFolder, run: Runner = run_here) -> Checkpoint:
             f"{folder.path}: is an expert-parallel (MoE) checkpoint (a param group belongs to "
             "experts); this version does not read those"
         )
-    ordered = census.order_by_rank(folder, states, problems) if states else []
+    damaged = {
+        job.shard.dp_rank or 0
+        for job, finding in zip(jobs[1:], optims, strict=True)
+        if isinstance(finding, CheckpointError)
+    }
+    ordered = census.order_by_rank(folder, states, problems, damaged) if states else []
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
     return _Assembly(folder, model, ordered, run).checkpoint()
@@ -112,6 +119,7 @@ class _Assembly:
         groups, partitions = self._partitions()
         more_groups, frozen = self._frozen(len(groups))
         self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
+        all_groups = (*groups, *more_groups)
         return Checkpoint(
             tag=self.folder.tag,
             chosen=self.folder.chosen,
@@ -119,12 +127,13 @@ class _Assembly:
             world_size=self.ranks,
             step=self.model.global_steps,
             ds_version=self.model.ds_version or next((o.ds_version for o in self.optims), None),
-            groups=(*groups, *more_groups),
+            groups=all_groups,
             partitions=partitions,
             frozen=frozen,
             module=self._module(partitions),
             saves_frozen=self.model.frozen_shapes is not None,
             recorded_ties=self.model.shared_params or {},
+            confirmed_ties=self._confirmed_ties(all_groups, {**frozen, **partitions}),
             odd_entries=self.model.odd_entries,
             file_bytes={shard.name: shard.num_bytes for shard in self.folder.shards},
             notes=tuple(self.notes),
@@ -144,7 +153,7 @@ class _Assembly:
                 f"{self.folder.path / name}: all optimizer states are missing, and with them every "
                 f"fp32 master; {self.model.shard.name} says the run used ZeRO"
             )
-        found = stage0.masters(self.folder.path, self.model, self.problems)
+        found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
         module = self.model.module or {}
         wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
         if not found and not wide:
@@ -200,14 +209,39 @@ class _Assembly:
             else:
                 self.notes.append(f"{name} is missing; it holds nothing that is needed")
 
+    def _confirmed_ties(
+        self, groups: tuple[FlatGroup, ...], stored: Mapping[str, Source]
+    ) -> frozenset[str]:
+        """Check by value the recorded ties whose alias was cloned before it was saved."""
+        module, confirmed = self.model.module or {}, set()
+        prints = Fingerprints(self.folder.path, groups)
+        for alias, name in (self.model.shared_params or {}).items():
+            entry, source, held = module.get(alias), stored.get(name), module.get(name)
+            if entry is None or source is None or alias in stored or self.stage == 3:
+                continue
+            shares = held is not None and (
+                (held.ref.storage.key, held.ref.offset_numel)
+                == (entry.ref.storage.key, entry.ref.offset_numel)
+            )
+            if shares or entry.span.shape != source.shape or not source.num_numel:
+                continue
+            dtype = entry.span.dtype
+            own = Source("module", entry.span.shape, dtype, span=entry.span)
+            with contextlib.suppress(CheckpointError):  # a shard that is not seen here
+                if prints.of(source, dtype) == prints.of(own, dtype):
+                    confirmed.add(alias)
+        prints.close()
+        return frozenset(confirmed)
+
     def _module(self, partitions: Mapping[str, Source]) -> dict[str, ModuleKey]:
         module = self.model.module or {}
         buffers = self.model.buffer_names or frozenset()
         is_placeholder = _placeholder_test(self.stage, module, partitions)
+        partitioned = {*partitions, *(self.model.frozen_shapes or ())} if self.stage == 3 else set()
         keys = {}
         for name, entry in module.items():
             is_buffer = name in buffers
-            own = is_buffer or not is_placeholder(entry)
+            own = is_buffer or not (name in partitioned or is_placeholder(entry))
             source = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
             identity = (
                 entry.ref.storage.key,
@@ -240,7 +274,7 @@ def _placeholder_test(
     if stage != 3:
         return lambda _entry: False
     old = any(
-        source.num_numel != 1 and module[name].ref.shape == (1,)
+        source.shape != (1,) and module[name].ref.shape == (1,)
         for name, source in partitions.items()
         if name in module
     )

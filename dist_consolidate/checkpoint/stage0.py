@@ -1,8 +1,9 @@
 """Stage 0: the weights are ``module``; 16-bit training keeps fp32 masters beside them.
 
-The masters are pickled without names. Each is matched to the key of ``module`` that has its shape
-and whose 16-bit values are the master's, rounded; nothing is assigned on the strength of an order
-alone. This is the one layout for which planning reads weights.
+The masters are pickled without names. A master belongs to a key of ``module`` that has its shape
+and whose 16-bit values are the master's, rounded. Where several keys look alike (norms that are
+still all ones), the order settles it if it can be trusted: within a param group the masters follow
+the model. What stays ambiguous keeps its 16-bit values, and the report says so; nothing is guessed.
 
 Sources: DeepSpeed's ``unfused_optimizer.py`` (lists of shaped tensors) and ``fused_optimizer.py``
 (flat tensors, of which ``module`` holds 16-bit views).
@@ -11,102 +12,205 @@ Sources: DeepSpeed's ``unfused_optimizer.py`` (lists of shaped tensors) and ``fu
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.model import Source
+from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
+from dist_consolidate.dtypes import DType
 from dist_consolidate.errors import Problems
 
-_CHUNK_NUMEL = 1 << 20
+
+@dataclasses.dataclass(slots=True)
+class _Master:
+    """A master, the group it lies in, and the keys it may belong to (places in the model)."""
+
+    span: TensorSpan
+    group: int
+    places: list[int]
 
 
-def masters(folder: Path, model: ModelState, problems: Problems) -> dict[str, Source]:
+def masters(
+    folder: Path, model: ModelState, problems: Problems, notes: list[str]
+) -> dict[str, Source]:
     """Find the key of ``module`` for every fp32 master.
 
     Args:
         folder: The tag folder; weights are read from it to compare.
         model: The model states.
         problems: Takes masters that fit no key.
+        notes: Takes the keys whose master cannot be told.
 
     Returns:
-        Sources by name; empty where ``module`` itself is the most precise copy.
+        Sources by name, in the model's order; empty where ``module`` itself is the most precise
+        copy.
     """
     if not model.optimizer or model.module is None:
         return {}
-    buffers = model.buffer_names or frozenset()
-    free = {
-        name: entry
-        for name, entry in _first_names(model.module).items()
-        if name not in buffers and entry.span.num_numel and entry.span.dtype.is_floating
-    }
-    spans = _cut_flat(model, free) if model.flat_masters else sum(model.optimizer, ())
-    found: dict[str, Source] = {}
-    for index, span in enumerate(spans):
-        name = _match(folder, span, free)
-        if name is None:
-            problems.add(
-                f"{model.shard.name}: fp32 master {index} of shape {list(span.shape)} rounds to "
-                "no tensor of `module`; the file was changed or its layout is unknown"
+    prints = Fingerprints(folder)
+    try:
+        return _Matching(model, prints, problems, notes).sources()
+    finally:
+        prints.close()
+
+
+class _Matching:
+    def __init__(
+        self, model: ModelState, prints: Fingerprints, problems: Problems, notes: list[str]
+    ) -> None:
+        self.model, self.prints = model, prints
+        self.problems, self.notes = problems, notes
+        self.names, self.entries = _trainable(model)
+        self.dtypes = {entry.span.dtype.name: entry.span.dtype for entry in self.entries}.values()
+
+    def sources(self) -> dict[str, Source]:
+        alike = self._places_by_print()
+        found = list(self._masters(alike))
+        for index, master in enumerate(found):
+            if not master.places:
+                self.problems.add(
+                    f"{self.model.shard.name}: fp32 master {index} of shape "
+                    f"{list(master.span.shape)} rounds to no tensor of `module`; the file was "
+                    "changed or its layout is unknown"
+                )
+        doubtful = sum(len(master.places) > 1 for master in found)
+        _settle_equal(found, self.prints)
+        still = sum(len(master.places) > 1 for master in found)
+        for group in {master.group for master in found}:
+            _narrow([master for master in found if master.group == group])
+        by_order = still - sum(len(master.places) > 1 for master in found)
+        if by_order:
+            self.notes.append(
+                f"{by_order} of {doubtful} fp32 masters that fit several keys alike were told "
+                "apart by their order in the param group"
             )
-            continue
-        found[name] = Source("fp32 partition", free.pop(name).ref.shape, span.dtype, span=span)
-    return found
+        return self._named(found)
+
+    def _places_by_print(self) -> dict[tuple[object, ...], list[int]]:
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for place, entry in enumerate(self.entries):
+            source = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+            dtype = entry.span.dtype
+            key = (entry.span.shape, dtype.name, self.prints.of(source, dtype))
+            alike.setdefault(key, []).append(place)
+        return alike
+
+    def _masters(self, alike: dict[tuple[object, ...], list[int]]) -> Iterable[_Master]:
+        for group, spans in enumerate(self._spans()):
+            for span in spans:
+                if not span.num_numel:
+                    continue
+                places: list[int] = []
+                for dtype in self.dtypes:
+                    key = (span.shape, dtype.name, self._rounded(span, dtype))
+                    places += alike.get(key, ())
+                yield _Master(span, group, sorted(places))
+
+    def _rounded(self, span: TensorSpan, dtype: DType) -> bytes:
+        return self.prints.of(Source("module", span.shape, span.dtype, span=span), dtype)
+
+    def _spans(self) -> Iterable[list[TensorSpan]]:
+        """Give the masters of each group, flat ones cut where the 16-bit views begin and end."""
+        used: set[str] = set()
+        for group in self.model.optimizer or ():
+            yield self._cut(group[0], used) if self.model.flat_masters else list(group)
+
+    def _cut(self, flat: TensorSpan, used: set[str]) -> list[TensorSpan]:
+        views: dict[str, list[ModuleEntry]] = {}
+        for entry in self.entries:
+            views.setdefault(entry.ref.storage.key, []).append(entry)
+        for key, entries in views.items():
+            if key in used or entries[0].ref.storage.num_numel != flat.num_numel:
+                continue
+            cut = [_view(flat, entry) for entry in entries]
+            if all(self._agree(span, e) for span, e in zip(cut, entries, strict=True)):
+                used.add(key)
+                return cut
+        return [flat]
+
+    def _agree(self, span: TensorSpan, entry: ModuleEntry) -> bool:
+        theirs = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+        return self._rounded(span, entry.span.dtype) == self.prints.of(theirs, entry.span.dtype)
+
+    def _named(self, found: list[_Master]) -> dict[str, Source]:
+        settled: dict[int, TensorSpan] = {}
+        unclear = {place for m in found if len(m.places) > 1 for place in m.places}
+        for master in found:
+            if len(master.places) == 1:
+                unclear |= settled.keys() & master.places
+                settled[master.places[0]] = master.span
+        settled = {place: span for place, span in settled.items() if place not in unclear}
+        if unclear:
+            names = ", ".join(self.names[place] for place in sorted(unclear))
+            self.notes.append(
+                "fp32 masters are stored without names, and several fit these keys alike, so "
+                f"their 16-bit values were taken: {names}"
+            )
+        return {
+            self.names[place]: Source(
+                "fp32 partition", self.entries[place].ref.shape, span.dtype, span=span
+            )
+            for place, span in sorted(settled.items())
+        }
 
 
-def _first_names(module: dict[str, ModuleEntry]) -> dict[str, ModuleEntry]:
-    """Keep one name of each group of tied ones: the one that comes first."""
+def _trainable(model: ModelState) -> tuple[list[str], list[ModuleEntry]]:
+    """Give the keys that may have a master: one name of each tied group, no buffers."""
     first: dict[tuple[object, ...], str] = {}
-    for name, entry in module.items():
+    for name, entry in (model.module or {}).items():
         first.setdefault((entry.ref.storage.key, entry.ref.offset_numel, entry.ref.shape), name)
-    return {name: module[name] for name in first.values()}
+    buffers = model.buffer_names or frozenset()
+    entries = {name: (model.module or {})[name] for name in first.values() if name not in buffers}
+    kept = [n for n, e in entries.items() if e.span.num_numel and e.span.dtype.is_floating]
+    return kept, [entries[name] for name in kept]
 
 
-def _cut_flat(model: ModelState, free: dict[str, ModuleEntry]) -> list[TensorSpan]:
-    """Cut flat masters where ``module``'s views of the 16-bit flat buffers begin and end."""
-    views: dict[str, list[ModuleEntry]] = {}
-    for entry in free.values():
-        views.setdefault(entry.ref.storage.key, []).append(entry)
-    spans: list[TensorSpan] = []
-    for (flat,) in (group for group in model.optimizer or () if len(group) == 1):
-        same = [v for v in views.values() if v[0].ref.storage.num_numel == flat.num_numel]
-        for entry in same[0] if same else []:
-            offset = flat.offset_bytes + entry.ref.offset_numel * flat.dtype.itemsize_bytes
-            shape = entry.ref.shape
-            stride = contiguous_stride(shape)
-            spans.append(dataclasses.replace(flat, offset_bytes=offset, shape=shape, stride=stride))
-        if same:
-            del views[same[0][0].ref.storage.key]
-        else:
-            spans.append(flat)
-    return spans
+def _view(flat: TensorSpan, entry: ModuleEntry) -> TensorSpan:
+    offset = flat.offset_bytes + entry.ref.offset_numel * flat.dtype.itemsize_bytes
+    shape = entry.ref.shape
+    return dataclasses.replace(
+        flat, offset_bytes=offset, shape=shape, stride=contiguous_stride(shape)
+    )
 
 
-def _match(folder: Path, span: TensorSpan, free: dict[str, ModuleEntry]) -> str | None:
-    for name, entry in free.items():
-        if entry.ref.shape == span.shape and _rounds_to(folder, span, entry.span):
-            return name
-    return None
+def _narrow(group: list[_Master]) -> None:
+    """Use the order of a group that follows the model: each master lies between its neighbours.
+
+    Whether it does is seen from the masters that fit one key only; if those are out of order, the
+    order says nothing.
+    """
+    certain = [master.places[0] for master in group if len(master.places) == 1]
+    if any(left >= right for left, right in itertools.pairwise(certain)):
+        return
+    before = -1
+    for master in group:
+        master.places = [place for place in master.places if place > before] or master.places
+        before = master.places[0] if master.places else before
+    behind = None
+    for master in reversed(group):
+        fits = [place for place in master.places if behind is None or place < behind]
+        master.places = fits or master.places
+        behind = master.places[-1] if master.places else behind
 
 
-def _rounds_to(folder: Path, master: TensorSpan, rounded: TensorSpan) -> bool:
-    """Compare a master, rounded, with the 16-bit copy, chunk by chunk."""
-    import torch
-
-    if not (master.is_contiguous and rounded.is_contiguous):
-        return False
-    total = math.prod(master.shape)
-    with (folder / master.file).open("rb") as one, (folder / rounded.file).open("rb") as two:
-        for start in range(0, total, _CHUNK_NUMEL):
-            count = min(_CHUNK_NUMEL, total - start)
-            chunks = []
-            for stream, span in ((one, master), (two, rounded)):
-                width = span.dtype.itemsize_bytes
-                stream.seek(span.offset_bytes + start * width)
-                data = bytearray(stream.read(count * width))
-                chunks.append(torch.frombuffer(data, dtype=getattr(torch, span.dtype.name)))
-            ours, theirs = chunks[0].to(chunks[1].dtype), chunks[1]
-            if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
-                return False
-    return True
+def _settle_equal(found: list[_Master], prints: Fingerprints) -> None:
+    """Deal out masters that fit the same keys and are equal bit for bit: any order is right."""
+    taken = {m.places[0] for m in found if len(m.places) == 1}
+    alike: dict[tuple[int, ...], list[_Master]] = {}
+    for master in found:
+        master.places = [
+            place for place in master.places if len(master.places) == 1 or place not in taken
+        ]
+        if len(master.places) > 1:
+            alike.setdefault(tuple(master.places), []).append(master)
+    for places, same in alike.items():
+        exact = {
+            prints.of(Source("module", m.span.shape, m.span.dtype, span=m.span), m.span.dtype)
+            for m in same
+        }
+        if len(exact) == 1 and len(same) == len(places):
+            for master, place in zip(same, places, strict=True):
+                master.places = [place]

@@ -30,6 +30,14 @@ class StorageRef:
     dtype: DType
     num_numel: int
 
+    def __reduce__(self) -> tuple[type[StorageRef], tuple[Any, ...]]:
+        """Travel between processes by the constructor, which is the only way to make one."""
+        return StorageRef, (self.key, self.dtype, self.num_numel)
+
+    def __setstate__(self, state: object) -> None:
+        """Refuse a state from a pickle."""
+        _refuse_state(self, state)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRef:
@@ -50,6 +58,20 @@ class TensorRef:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     attributes: Any = None
+
+    def __reduce__(self) -> tuple[type[TensorRef], tuple[Any, ...]]:
+        """Travel between processes by the constructor, which is the only way to make one."""
+        fields = (self.storage, self.dtype, self.offset_numel, self.shape, self.stride)
+        return TensorRef, (*fields, self.attributes)
+
+    def __setstate__(self, state: object) -> None:
+        """Refuse a state from a pickle."""
+        _refuse_state(self, state)
+
+
+def _refuse_state(_self: object, _state: object) -> None:
+    """Refuse to let a pickle rebuild what the unpickler itself is made of."""
+    raise pickle.UnpicklingError("the pickle tries to change a tensor or a built-in name")
 
 
 class Inert:
@@ -88,9 +110,44 @@ class Inert:
         """Keep an element of a list subclass."""
         self.items.append(value)
 
+    def __call__(self, *args: Any, **_kwargs: Any) -> Inert:  # noqa: ANN401
+        """Stand for what a call of it would give."""
+        return Inert(self, *args)
+
     def attribute(self, name: str) -> Any:  # noqa: ANN401
         """Look an attribute up in the kept state; ``None`` if it is not there."""
         return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Known:
+    """A name the unpickler knows: a function, an element type or a storage class.
+
+    A pickle can hold it and call it, but not look into it or change it.
+    """
+
+    __slots__ = ("meaning",)
+
+    def __init__(self, meaning: Any) -> None:  # noqa: ANN401
+        object.__setattr__(self, "meaning", meaning)
+
+    def __call__(self, *args: Any) -> Any:  # noqa: ANN401
+        if not callable(self.meaning):
+            raise pickle.UnpicklingError("an element type is called")
+        return self.meaning(*args)
+
+    def __eq__(self, other: object) -> bool:
+        return self.meaning == (other.meaning if isinstance(other, _Known) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.meaning)
+
+    def __setattr__(self, _name: str, value: object) -> None:
+        _refuse_state(self, value)
+
+    def __setstate__(self, state: object) -> None:
+        _refuse_state(self, state)
+
+    meaning: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,12 +184,13 @@ def _rebuild_tensor_v3(
     stride: Iterable[int],
     _requires_grad: bool,
     _hooks: object,
-    dtype: DType,
+    dtype: _Known,
     *_rest: object,
 ) -> TensorRef:
-    if not isinstance(dtype, DType):
+    if not isinstance(dtype, _Known) or not isinstance(dtype.meaning, DType):
         raise pickle.UnpicklingError("a tensor has an unknown element type")
-    return dataclasses.replace(_rebuild_tensor(storage, offset, size, stride), dtype=dtype)
+    built = _rebuild_tensor(storage, offset, size, stride)
+    return dataclasses.replace(built, dtype=dtype.meaning)
 
 
 def _rebuild_parameter(data: Any, *_rest: Any) -> Any:  # noqa: ANN401
@@ -140,7 +198,8 @@ def _rebuild_parameter(data: Any, *_rest: Any) -> Any:  # noqa: ANN401
 
 
 def _rebuild_from_type(func: Any, _kind: Any, args: Any, state: Any) -> Any:  # noqa: ANN401
-    if func not in (_rebuild_tensor, _rebuild_tensor_v3, _rebuild_parameter):
+    rebuilds = (_rebuild_tensor, _rebuild_tensor_v3, _rebuild_parameter)
+    if not isinstance(func, _Known) or func.meaning not in rebuilds:
         return Inert(func, args, state)
     built = func(*args)
     return dataclasses.replace(built, attributes=state) if isinstance(built, TensorRef) else built
@@ -148,6 +207,17 @@ def _rebuild_from_type(func: Any, _kind: Any, args: Any, state: Any) -> Any:  # 
 
 def _reconstructor(cls: Any, *_rest: Any) -> Inert:  # noqa: ANN401
     return cls() if isinstance(cls, type) and issubclass(cls, Inert) else Inert(cls)
+
+
+def _getattr(owner: Any, name: Any, *_default: Any) -> Any:  # noqa: ANN401
+    """Stand for an attribute of a foreign class, which is how nested classes are pickled."""
+    if isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str):
+        return _foreign_class(f"{owner.foreign_name}.{name}")
+    return Inert(owner, name)
+
+
+def _foreign_class(full_name: str) -> type[Inert]:
+    return type("Inert", (Inert,), {"foreign_name": full_name})
 
 
 def _encode(text: Any, encoding: Any = "utf-8") -> Any:  # noqa: ANN401
@@ -172,6 +242,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch.storage", "UntypedStorage"): _StorageType(None),
     ("torch", "UntypedStorage"): _StorageType(None),
     ("_codecs", "encode"): _encode,
+    ("builtins", "getattr"): _getattr,
+    ("__builtin__", "getattr"): _getattr,
     ("copyreg", "_reconstructor"): _reconstructor,
     ("copy_reg", "_reconstructor"): _reconstructor,
 }
@@ -193,11 +265,11 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:  # noqa: ANN401
         known = _KNOWN.get((module_name, global_name))
         if known is not None:
-            return known
+            return known if isinstance(known, type) else _Known(known)
         key = (module_name, global_name)
         if key not in self._foreign:
             full_name = f"{module_name}.{global_name}"
-            self._foreign[key] = type("Inert", (Inert,), {"foreign_name": full_name})
+            self._foreign[key] = _foreign_class(full_name)
         return self._foreign[key]
 
     def persistent_load(self, pid: Any) -> StorageRef:  # noqa: ANN401
@@ -207,6 +279,7 @@ class _Unpickler(pickle.Unpickler):
         known = self._storages.get(key) if isinstance(key, str) else None
         if known is not None:
             return known
+        kind = kind.meaning if isinstance(kind, _Known) else None
         if not isinstance(kind, _StorageType) or not isinstance(key, str):
             raise pickle.UnpicklingError("a storage has an unknown element type")
         if type(num_numel) is not int or num_numel < 0:

@@ -22,30 +22,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan
+from dist_consolidate.checkpoint.fragments import Read
 from dist_consolidate.checkpoint.model import FlatGroup
 from dist_consolidate.plan.plan import Plan
 
 ALIGNMENT_BYTES = 16  # the widest element; every section begins at a multiple of it
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Read:
-    """Bytes to fetch into a row.
-
-    Attributes:
-        at_bytes: Where in the row they go.
-        extent: The byte range, where the data is contiguous.
-        span: Otherwise a strided tensor, of which the row-major elements
-            ``[start_numel, stop_numel)`` are wanted.
-        start_numel: See ``span``.
-        stop_numel: See ``span``.
-    """
-
-    at_bytes: int
-    extent: Extent | None = None
-    span: TensorSpan | None = None
-    start_numel: int = 0
-    stop_numel: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

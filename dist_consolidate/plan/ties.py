@@ -101,6 +101,8 @@ class _TieBuilder:
                 self._ignore(alias, source, f"{alias} has data of its own")
             elif key is None:
                 self._ignore(alias, source, f"the model has no {alias}")
+            elif alias in self.ckpt.confirmed_ties:
+                self.ties[alias] = Tie(source, "recorded")
             elif source not in self.stored and source not in self.ckpt.module:
                 self._source_is_gone(alias, source)
             elif key.source is None:
@@ -125,7 +127,8 @@ class _TieBuilder:
     def _by_identity(self) -> list[list[str]]:
         classes: dict[tuple[object, ...], list[str]] = {}
         for name, key in self.ckpt.module.items():
-            if name not in self.user and name not in self.excluded:
+            apart = name in self.user or name in self.excluded or name in self.ckpt.confirmed_ties
+            if not apart:
                 classes.setdefault(key.identity, []).append(name)
         return list(classes.values())
 

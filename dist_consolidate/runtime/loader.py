@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.errors import Caught
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.runtime.buffers import HostSlot, host_bytes, use_device
-from dist_consolidate.runtime.shards import ShardReader
 
 
 class Load(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.errors import Caught
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.runtime.assemble import Assembler, Moved
@@ -20,7 +21,6 @@ from dist_consolidate.runtime.budget import NUM_STAGING, Budget
 from dist_consolidate.runtime.buffers import Slot
 from dist_consolidate.runtime.loader import Load, Loader, Row
 from dist_consolidate.runtime.placement import Placement, place_rows
-from dist_consolidate.runtime.shards import ShardReader
 from dist_consolidate.runtime.transport import Transport
 from dist_consolidate.runtime.world import World
 from dist_consolidate.runtime.writer import Checksum, Place, Writer

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_consolidate.checkpoint.extents import TensorSpan
+from dist_consolidate.checkpoint.fragments import Read
 from dist_consolidate.errors import CheckpointError
-from dist_consolidate.plan.buckets import Read
 
 if TYPE_CHECKING:
     import torch
@@ -40,22 +40,22 @@ class ShardReader:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def fill(self, row: memoryview, read: Read) -> None:
-        """Fetch one read into a row.
+    def fill(self, buffer: memoryview, read: Read) -> None:
+        """Fetch one read into a buffer.
 
         Args:
-            row: The row's bytes.
-            read: What to fetch, and where in the row it goes.
+            buffer: Its bytes.
+            read: What to fetch, and where in the buffer it goes.
 
         Raises:
             CheckpointError: If the shard is gone, changed or cut short meanwhile.
         """
         if read.extent is not None:
             extent = read.extent
-            target = row[read.at_bytes : read.at_bytes + extent.num_bytes]
+            target = buffer[read.at_bytes : read.at_bytes + extent.num_bytes]
             self._read(extent.file, extent.offset_bytes, target)
         elif read.span is not None:
-            self._fill_strided(row[read.at_bytes :], read)
+            self._fill_strided(buffer[read.at_bytes :], read)
 
     def _read(self, file: str, offset_bytes: int, target: memoryview) -> None:
         descriptor = self._descriptor(file)

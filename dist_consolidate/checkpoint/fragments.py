@@ -1,12 +1,32 @@
-"""The fragments of one tensor: which byte ranges make up which of its elements."""
+"""Fragments: which byte ranges make up which elements of a tensor."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
-from dist_consolidate.checkpoint.extents import Extent
+from dist_consolidate.checkpoint.extents import Extent, TensorSpan
 from dist_consolidate.checkpoint.model import FlatGroup, Source
-from dist_consolidate.plan.buckets import Read
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes to fetch into a buffer.
+
+    Attributes:
+        at_bytes: Where in the buffer they go.
+        extent: The byte range, where the data is contiguous.
+        span: Otherwise a strided tensor, of which the row-major elements
+            ``[start_numel, stop_numel)`` are wanted.
+        start_numel: See ``span``.
+        stop_numel: See ``span``.
+    """
+
+    at_bytes: int
+    extent: Extent | None = None
+    span: TensorSpan | None = None
+    start_numel: int = 0
+    stop_numel: int = 0
 
 
 def fragments(source: Source, groups: Sequence[FlatGroup]) -> Iterator[Read]:

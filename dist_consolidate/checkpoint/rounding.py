@@ -1,0 +1,73 @@
+"""Comparing an fp32 master with a 16-bit copy of it: the only time that planning reads weights.
+
+Values testify where names do not: stage 0's masters are pickled without names, and a tied name may
+have been cloned before it was saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from dist_consolidate.checkpoint.fragments import Read, fragments
+from dist_consolidate.checkpoint.model import FlatGroup, Source
+from dist_consolidate.checkpoint.shards import ShardReader
+from dist_consolidate.dtypes import DType
+
+_CHUNK_NUMEL = 1 << 20
+
+
+class Fingerprints:
+    """Digests of tensors' values, rounded to an element type, chunk by chunk."""
+
+    def __init__(self, folder: Path, groups: Sequence[FlatGroup] = ()) -> None:
+        """Open nothing yet.
+
+        Args:
+            folder: The tag folder.
+            groups: The flat groups that sources refer to.
+        """
+        self._reader, self._groups = ShardReader(folder, {}), groups
+
+    def close(self) -> None:
+        """Close the shards."""
+        self._reader.close()
+
+    def of(self, source: Source, dtype: DType) -> bytes:
+        """Digest a tensor.
+
+        Args:
+            source: Where its values lie.
+            dtype: What they are rounded to first.
+
+        Returns:
+            SHA-256 of the rounded elements in row-major order.
+
+        Raises:
+            CheckpointError: If a shard cannot be read.
+        """
+        import torch
+
+        width, state = source.dtype.itemsize_bytes, hashlib.sha256()
+        ours, theirs = getattr(torch, source.dtype.name), getattr(torch, dtype.name)
+        for read in sorted(fragments(source, self._groups), key=lambda part: part.at_bytes):
+            total = read.extent.num_bytes // width if read.extent else read.stop_numel
+            for start in range(0, total, _CHUNK_NUMEL):
+                count = min(_CHUNK_NUMEL, total - start)
+                data = bytearray(count * width)
+                self._reader.fill(memoryview(data), _part(read, start, count, width))
+                rounded = torch.frombuffer(data, dtype=ours).to(theirs)
+                size = count * rounded.element_size()
+                state.update(ctypes.string_at(rounded.data_ptr(), size))
+        return state.digest()
+
+
+def _part(read: Read, start: int, count: int, width: int) -> Read:
+    if read.extent is None:
+        first = read.start_numel + start
+        return Read(0, None, read.span, first, first + count)
+    extent = read.extent
+    offset = extent.offset_bytes + start * width
+    return Read(0, type(extent)(extent.file, offset, count * width))
