@@ -136,7 +136,7 @@ class _Known:
         return self.meaning(*args)
 
     def __eq__(self, other: object) -> bool:
-        return self.meaning == (other.meaning if isinstance(other, _Known) else other)
+        return bool(self.meaning == (other.meaning if isinstance(other, _Known) else other))
 
     def __hash__(self) -> int:
         return hash(self.meaning)
