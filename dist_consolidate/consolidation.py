@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dist_consolidate._version import __version__
-from dist_consolidate.errors import UsageError
+from dist_consolidate.errors import Caught, UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.output.crc import CrcLedger
 from dist_consolidate.output.index import MANIFEST_NAME, index_file_name, index_json
@@ -79,7 +79,8 @@ def run_consolidation(
     started = time.monotonic()
     planned = plan_together(checkpoint_dir, options, world.control)
     target = output_dir or checkpoint_dir / "consolidated" / planned.folder.tag
-    run = _Run(planned, options, world)
+    decided = on_rank_0(world.control, lambda: _decide(planned, options, world))
+    run = _Run(planned, options, world, decided)
     publication = on_rank_0(world.control, lambda: run.prepare(target))
     try:
         result = run.move(publication)
@@ -92,31 +93,49 @@ def run_consolidation(
     return run.report(publication, totals, duration_sec)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Decided:
+    """What rank 0 decides once the plan is there.
+
+    Attributes:
+        layouts: Byte layout of each output file.
+        transport: Name of the transport.
+        num_writers: Ranks that write: the first ones.
+    """
+
+    layouts: tuple[FileLayout, ...]
+    transport: str
+    num_writers: int
+
+
+def _decide(planned: Planned, options: Options, world: World) -> _Decided:
+    layouts = tuple(layout_for(options.format, file) for file in planned.plan.files)
+    transport = _choose_transport(planned, options, world)
+    default = world.size if transport == "direct" else 1
+    return _Decided(layouts, transport, options.num_writers(world.size) or default)
+
+
+def _choose_transport(planned: Planned, options: Options, world: World) -> str:
+    asked, shared = options.transport, planned.all_visible
+    if asked == "direct" and not shared:
+        raise UsageError(
+            "--transport direct: some ranks do not see all shards, so that they cannot read "
+            "what they would write; use gather or allgather"
+        )
+    if asked != "auto":
+        # One rank has nobody to gather from.
+        return "allgather" if asked == "gather" and world.size == 1 else asked
+    if world.device.type != "cpu":
+        return "allgather"
+    return "direct" if shared else "gather"
+
+
 class _Run:
-    def __init__(self, planned: Planned, options: Options, world: World) -> None:
+    def __init__(self, planned: Planned, options: Options, world: World, decided: _Decided) -> None:
         self.planned, self.options, self.world = planned, options, world
         self.plan: Plan = planned.plan
-        self.layouts: list[FileLayout] = [
-            layout_for(options.format, file) for file in self.plan.files
-        ]
-        self.transport = self._choose_transport()
-        default = world.size if self.transport == "direct" else 1
-        self.num_writers = options.num_writers(world.size) or default
-
-    def _choose_transport(self) -> str:
-        asked, shared = self.options.transport, self.planned.all_visible
-        if asked == "direct" and not shared:
-            raise UsageError(
-                "--transport direct: some ranks do not see all shards, so that they cannot read "
-                "what they would write; use gather or allgather"
-            )
-        if asked != "auto":
-            if asked == "gather" and self.world.size == 1:
-                return "allgather"
-            return asked
-        if self.world.device.type != "cpu":
-            return "allgather"
-        return "direct" if shared else "gather"
+        self.layouts, self.transport = decided.layouts, decided.transport
+        self.num_writers = decided.num_writers
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,7 +167,9 @@ class _Run:
         """Move all bytes."""
         paths = [publication.work_dir / file.name for file in self.plan.files]
         self._check_output_visible(paths)
-        budget = make_budget(self.world, self.options.bucket_bytes)
+        with (caught := Caught()):
+            budget = make_budget(self.world, self.options.bucket_bytes)
+        self.world.control.agree(caught.error)
         transport = make_transport(self.transport, self.world)
         work = Work(
             folder=self.planned.folder.path,

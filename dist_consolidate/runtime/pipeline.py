@@ -7,6 +7,7 @@ constant and nobody runs ahead of the disk.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,6 +81,16 @@ class _Step:
     writer: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tools:
+    """What a rank moves with: its threads and the room for a gathered bucket."""
+
+    reader: ShardReader
+    loader: Loader
+    out: torch.Tensor
+    writer: Writer | None
+
+
 def move(work: Work, world: World, transport: Transport, budget: Budget) -> MoveResult:
     """Move every byte of the plan.
 
@@ -95,7 +106,10 @@ def move(work: Work, world: World, transport: Transport, budget: Budget) -> Move
     Raises:
         ConsolidateError: If any rank failed; every rank raises.
     """
-    return _Mover(work, world, transport, budget).run()
+    with (caught := Caught()):
+        mover = _Mover(work, world, transport, budget)
+    world.control.agree(caught.error)
+    return mover.run()
 
 
 class _Mover:
@@ -135,23 +149,33 @@ class _Mover:
         return number % self.work.num_writers == self.world.rank
 
     def run(self) -> MoveResult:
-        reader = ShardReader(self.work.folder, self.work.file_bytes)
-        loader = self._make_loader(reader)
-        writer: Writer | None = None
-        try:
-            writer = self._make_writer() if self.writes else None
-            self._run_steps(loader, writer)
+        caught = Caught()
+        with contextlib.ExitStack() as stack:
+            with caught:
+                tools = self._open(stack)
+            self.world.control.agree(caught.error)
+            self._run_steps(tools)
             return MoveResult(
-                reader.num_bytes_read,
-                writer.num_bytes_written if writer else 0,
-                tuple(writer.checksums) if writer else (),
+                tools.reader.num_bytes_read,
+                tools.writer.num_bytes_written if tools.writer else 0,
+                tuple(tools.writer.checksums) if tools.writer else (),
             )
-        except BaseException:
-            if writer is not None:
-                writer.abandon()
-            raise
-        finally:
-            loader.stop()
+
+    def _open(self, stack: contextlib.ExitStack) -> _Tools:
+        """Allocate all memory and start the threads; the stack ends them."""
+        work, device = self.work, self.world.device
+        reader = ShardReader(work.folder, work.file_bytes)
+        out = torch.empty(self._room_bytes(), dtype=torch.uint8, device=device)
+        writer = None
+        if self.writes:
+            slots = [Slot(self.budget.staging_bytes, device) for _ in range(NUM_STAGING)]
+            writer = Writer(
+                work.files, work.places, slots=slots, checksums=work.checksums, device=device
+            )
+            stack.callback(writer.close)
+        loader = self._make_loader(reader)
+        stack.callback(loader.stop)
+        return _Tools(reader, loader, out, writer)
 
     def _make_loader(self, reader: ShardReader) -> Loader:
         work = self.work
@@ -181,16 +205,10 @@ class _Mover:
             default=0,
         )
 
-    def _make_writer(self) -> Writer:
-        size = self.budget.staging_bytes
-        device, work = self.world.device, self.work
-        slots = [Slot(size, device) for _ in range(NUM_STAGING)]
-        return Writer(work.files, work.places, slots=slots, checksums=work.checksums, device=device)
-
-    def _run_steps(self, loader: Loader, writer: Writer | None) -> None:
+    def _run_steps(self, tools: _Tools) -> None:
         """Go through all rounds; an error here is told in the next one and ends every rank."""
+        writer, loader = tools.writer, tools.loader
         assembler = Assembler(self.work.tensors, writer.acquire, writer.submit) if writer else None
-        out = torch.empty(self._room_bytes(), dtype=torch.uint8, device=self.world.device)
         control, lag = self.world.control, 0 if self.transport.lanes else _DIRECT_LAG
         caught = Caught()
         for step in self.steps:
@@ -201,7 +219,7 @@ class _Mover:
             if step is None or row is None:
                 continue
             with caught:
-                self._move_bucket(step, row, out, assembler)
+                self._move_bucket(step, row, tools.out, assembler)
                 loader.give_back(row)
         control.flush()
         with caught:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,21 +105,17 @@ class Writer:
         """
         self._todo.put(None)
         self._thread.join()
-        try:
-            self._caught.raise_if_any()
-            for descriptor in self._descriptors.values():
+        self._caught.raise_if_any()
+        for file, descriptor in self._descriptors.items():
+            with _named(self._files[file]):
                 os.fsync(descriptor)
-        finally:
-            self._close()
 
-    def abandon(self) -> None:
-        """Stop without caring for what is not written yet."""
-        self._caught.error = self._caught.error or InterruptedError("the run was given up")
-        self._todo.put(None)
-        self._thread.join()
-        self._close()
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Stop the thread, without caring for what is not written yet, and close the files."""
+        if self._thread.is_alive():
+            self._caught.error = self._caught.error or InterruptedError("the run was given up")
+            self._todo.put(None)
+            self._thread.join()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -161,10 +158,17 @@ class Writer:
         if file not in self._descriptors:
             self._descriptors[file] = os.open(self._files[file], os.O_WRONLY | os.O_CLOEXEC)
         done = 0
-        try:
+        with _named(self._files[file]):
             while done < len(data):
                 done += os.pwrite(self._descriptors[file], data[done:], offset_bytes + done)
-        except OSError as error:
-            error.filename = str(self._files[file])
-            raise
         self.num_bytes_written += done
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Put the file's name into what the operating system says of a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
