@@ -111,7 +111,9 @@ def parse(arguments: Sequence[str]) -> tuple[str, str | None, Options]:
         UsageError: If a value is wrong, or the configuration file is.
         SystemExit: From argparse, for ``--help`` and unknown options.
     """
-    given: dict[str, Any] = vars(_parser().parse_args([_hyphenated(a) for a in arguments]))
+    given: dict[str, Any] = vars(
+        _parser().parse_intermixed_args([_hyphenated(a) for a in arguments])
+    )
     ckpt_dir, output_dir = given.pop("ckpt_dir"), given.pop("output_dir", None)
     config = given.pop("config", None)
     values = load_config(Path(config)) if config is not None else {}

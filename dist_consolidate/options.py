@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ class Options:
             value = getattr(self, name)
             if value not in choices and not (name == "ties" and value is None):
                 raise UsageError(f"{_flag(name)} {value}: must be one of {', '.join(choices)}")
+        if not isinstance(self.tag, str | None):
+            raise UsageError(f"--tag {self.tag!r}: must be a name")
+        for name in ("tie", "allow_missing"):
+            if not all(isinstance(item, str) for item in getattr(self, name)):
+                raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
         for name in ("exclude_frozen", "overwrite"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")
@@ -99,20 +105,21 @@ class Options:
         if self.writers == "all":
             return size
         text = str(self.writers)
-        if not text.isdigit() or int(text) < 1:
+        if not (text.isascii() and text.isdigit()) or int(text) < 1:
             raise UsageError(f"--writers {text}: must be a number of ranks, at least 1, or all")
         return min(int(text), size)
 
     @property
     def tie_pairs(self) -> tuple[tuple[str, str], ...]:
         """The ``--tie`` options as pairs of name and source."""
-        pairs = []
+        pairs: dict[str, str] = {}
         for text in self.tie:
-            name, equals, source = str(text).partition("=")
-            if not (name and equals and source):
+            name, _, source = (part.strip() for part in text.partition("="))
+            if not (name and source):
                 raise UsageError(f"--tie {text}: must be NAME=SOURCE")
-            pairs.append((name.strip(), source.strip()))
-        return tuple(pairs)
+            if pairs.setdefault(name, source) != source:
+                raise UsageError(f"--tie {text}: {name} is tied to {pairs[name]} already")
+        return tuple(pairs.items())
 
 
 def _flag(name: str) -> str:
@@ -148,6 +155,8 @@ def make_options(values: dict[str, Any]) -> Options:
     for name in ("tie", "allow_missing"):
         if name in cleaned:
             given = cleaned[name]
+            if not isinstance(given, str | Sequence):
+                raise UsageError(f"{_flag(name)} {given!r}: must be a list of texts")
             cleaned[name] = (given,) if isinstance(given, str) else tuple(given)
     return Options(**cleaned)
 
@@ -168,9 +177,16 @@ def load_config(path: Path) -> dict[str, Any]:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    values = {name.replace("-", "_"): value for name, value in raw.items()}
-    try:
-        make_options(values)
-    except UsageError as error:
-        raise UsageError(f"--config {path}: {error}") from error
+    values: dict[str, Any] = {}
+    for spelling, value in raw.items():
+        name = spelling.replace("-", "_")
+        if name in values:
+            raise UsageError(f"--config {path}: {name} is there in two spellings")
+        values[name] = value
+        # Each value on its own: what goes together is known once the command line is added.
+        beside = {"format": "bin"} if name == "ties" else {}
+        try:
+            make_options({**beside, name: value})
+        except UsageError as error:
+            raise UsageError(f"--config {path}: {error}") from error
     return values

@@ -55,11 +55,21 @@ def parse_size(text: str | int) -> int:
 
 def format_bytes(num_bytes: float) -> str:
     """Write a number of bytes for people: ``1.42 GB``, decimal units, three figures."""
+    value = float(num_bytes)
     for unit in ("B", "KB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
-            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{int(num_bytes)} B"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+        # What would be rounded to 1000 belongs to the next unit.
+        if abs(value) < 999.5:
+            return _figures(value, unit)
+        value /= 1000
+    return _figures(value, "TB")
+
+
+def _figures(value: float, unit: str) -> str:
+    if unit == "B":
+        return f"{int(value)} B"
+    decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:.{decimals}f}"
+    return f"{text.rstrip('0').rstrip('.') if decimals else text} {unit}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -106,11 +106,11 @@ class Checkpoint:
         saves_frozen: Whether this file has a frozen section; without one, frozen parameters are in
             ``module`` (stage 1, old releases) or were left out on request when saving.
         recorded_ties: ``shared_params``: alias to the name that is stored.
-        confirmed_ties: Aliases with a copy of their own in ``module`` that was found to hold the
-            values of the recorded source, rounded.
         odd_entries: Keys of ``module`` that are no tensors, and what they are.
         file_bytes: Size of each shard that is read from.
         notes: What was assumed or found, for the report.
+        confirmed_ties: Aliases with a copy of their own in ``module`` that was found to hold the
+            values of the recorded source, rounded.
     """
 
     tag: str
@@ -125,7 +125,7 @@ class Checkpoint:
     module: dict[str, ModuleKey]
     saves_frozen: bool
     recorded_ties: dict[str, str]
-    confirmed_ties: frozenset[str]
     odd_entries: dict[str, str]
     file_bytes: dict[str, int]
     notes: tuple[str, ...]
+    confirmed_ties: frozenset[str] = frozenset()

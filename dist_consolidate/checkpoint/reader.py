@@ -140,6 +140,11 @@ class _Assembly:
         )
 
     def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        if self.stage == 3 and self.model.zenflow:
+            raise UnsupportedLayoutError(
+                f"{self.folder.path}: was trained with ZenFlow under ZeRO-3, where nothing in the "
+                "files tells whether matrices lie transposed; this version does not read those"
+            )
         if self.stage == 3:
             return zero3.build(self.model, self.optims, self.problems)
         if self.optims:

@@ -49,6 +49,7 @@ class ModelState:
         optimizer: Stage 0's fp32 masters, group by group; ``None`` if there is no such optimizer.
         flat_masters: Whether each of these groups is one flat tensor.
         zero_stage: Stage in the configuration, if it was pickled as a dict.
+        zenflow: Whether the configuration, if it was pickled as a dict, has ZenFlow on.
         global_steps: Steps taken; with the world sizes, DeepSpeed's own counters.
         dp_world_size: Data-parallel world size (sequence ranks included).
         mp_world_size: Model-parallel world size.
@@ -66,6 +67,7 @@ class ModelState:
     optimizer: tuple[tuple[TensorSpan, ...], ...] | None
     flat_masters: bool
     zero_stage: int | None
+    zenflow: bool
     global_steps: int | None
     dp_world_size: int | None
     mp_world_size: int | None
@@ -191,7 +193,8 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         parts=tuple(_spans(archive, state[key], key)),
         param_shapes=_param_shapes(archive.path, tree),
         alignment_paddings=_paddings(archive.path, state.get("param_alignment_paddings")),
-        expert_groups=_has_experts(state.get("base_optimizer_state")),
+        expert_groups=_has_experts(state.get("base_optimizer_state"))
+        or "ds_zero_partition_groups" in state,
         ds_version=_text(tree.get("ds_version")),
     )
 
@@ -235,6 +238,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
     names, shared = tree.get("buffer_names"), tree.get("shared_params")
     frozen = tree.get("frozen_param_fragments")
     frozen_shapes = tree.get("frozen_param_shapes")
+    zero = _zero_config(tree.get("ds_config"))
     masters, flat = _masters(archive, tree.get("optimizer"))
     return ModelState(
         shard=shard,
@@ -251,7 +255,8 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         shared_params=dict(shared) if isinstance(shared, Mapping) else None,
         optimizer=masters,
         flat_masters=flat,
-        zero_stage=_config_stage(tree.get("ds_config")),
+        zero_stage=_integer(zero.get("stage")),
+        zenflow=zero.get("zenflow") not in (None, False),
         global_steps=_integer(tree.get("global_steps")),
         dp_world_size=_integer(tree.get("dp_world_size")),
         mp_world_size=_integer(tree.get("mp_world_size")),
@@ -308,6 +313,6 @@ def _masters(
     return tuple(tuple(_spans(archive, group, "fp32_groups")) for group in groups), False
 
 
-def _config_stage(config: Any) -> int | None:  # noqa: ANN401
+def _zero_config(config: Any) -> Mapping[str, Any]:  # noqa: ANN401
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return _integer(zero.get("stage")) if isinstance(zero, Mapping) else None
+    return zero if isinstance(zero, Mapping) else {}

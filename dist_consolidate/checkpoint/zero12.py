@@ -139,28 +139,29 @@ def _check_against_module(
 ) -> None:
     """Compare with ``module``, whose tensors are views of the group's 16-bit twin.
 
-    That holds where all of them look into one storage; a module that was cloned before saving
-    testifies to nothing.
+    Offsets testify where all of them look into one storage, not where the module was cloned before
+    saving; a transposed view is a contradiction in any case.
     """
     entries = {
         name: model.module[name]
         for name in slots
         if model.module and name in model.module and model.module[name].span.num_numel
     }
-    if len(entries) < 2 or len({entry.ref.storage.key for entry in entries.values()}) != 1:
-        return
-    wrong = [name for name, entry in entries.items() if not _agrees(entry, slots[name])]
+    flat = len(entries) > 1 and len({entry.ref.storage.key for entry in entries.values()}) == 1
+    wrong = [n for n, entry in entries.items() if not _agrees(entry, slots[n] if flat else None)]
     if wrong:
         first = wrong[0]
         entry = entries[first]
         problems.add(
-            f"{label}: {len(wrong)} of {len(entries)} parameters lie elsewhere in `module`'s flat "
-            f"buffer than the recorded layout says; the first is {first!r}: offset "
-            f"{entry.ref.offset_numel}, stride {list(entry.ref.stride)}, expected offset "
-            f"{slots[first].offset_numel}, contiguous. ZenFlow (0.17.5 to 0.19.6) and round-robin "
-            "of before 0.4.4 write such files, which this version does not read"
+            f"{label}: {len(wrong)} of {len(entries)} parameters lie otherwise in `module` than "
+            f"the recorded layout says; the first is {first!r}: offset {entry.ref.offset_numel}, "
+            f"stride {list(entry.ref.stride)}, expected "
+            f"offset {slots[first].offset_numel}, contiguous. "
+            "ZenFlow (0.17.5 to 0.19.6) and round-robin of before 0.4.4 write such files, which "
+            "this version does not read"
         )
 
 
-def _agrees(entry: ModuleEntry, slot: FlatSlot) -> bool:
-    return entry.ref.offset_numel == slot.offset_numel and entry.span.is_contiguous
+def _agrees(entry: ModuleEntry, slot: FlatSlot | None) -> bool:
+    moved = slot is not None and entry.ref.offset_numel != slot.offset_numel
+    return entry.span.is_contiguous and not moved

@@ -112,6 +112,12 @@ def frozen(
                     f"{part.file}: {label} has {part.num_numel} elements here, expected "
                     f"{part_numel} (its values may be offloaded)"
                 )
+        entry = (models[0].module or {}).get(name)
+        if entry is not None and entry.ref.dtype.is_floating and not parts[0].dtype.is_floating:
+            problems.add(
+                f"{parts[0].file}: {label} was saved quantized ({parts[0].dtype.name}) without its "
+                "scales (zero_quantized_nontrainable_weights); its values cannot be recovered"
+            )
         group = flat_group(label, parts, striped=True, problems=problems)
         slot = FlatSlot(first_group + len(groups), 0, part_numel)
         sources[name] = Source("frozen", shape, group.dtype, slot)

@@ -75,16 +75,22 @@ class _TieBuilder:
         holders: dict[str, set[str]] = {}
         open_names: list[str] = []
         for members in self._by_identity():
-            holder = self._holder(members)
+            named = [name for name in members if name in self.user]
+            others = [name for name in members if name not in self.user]
+            holder = self._holder(others)
+            if named and holder not in self.stored:
+                # What the user says of one of them holds for all that are the same tensor.
+                holder = named[0]
             if holder is None:
-                parent.join(members)
-                open_names += members
+                parent.join(others)
+                open_names += others
             else:
-                self._tie_all(members, holder)
+                self._tie_all(others, holder)
         self._link_open(open_names, records, parent, holders)
         for name in open_names:
             self._settle(name, holders.get(parent.root(name), set()), records)
         self._apply_user_ties()
+        self._note_contradicted(records)
         order = {name: self.ties[name] for name in self.ckpt.module if name in self.ties}
         return TieMap(
             {**order, **self.ties}, self.excluded, tuple(self.notes), tuple(self.conflicts)
@@ -127,8 +133,7 @@ class _TieBuilder:
     def _by_identity(self) -> list[list[str]]:
         classes: dict[tuple[object, ...], list[str]] = {}
         for name, key in self.ckpt.module.items():
-            apart = name in self.user or name in self.excluded or name in self.ckpt.confirmed_ties
-            if not apart:
+            if name not in self.excluded and name not in self.ckpt.confirmed_ties:
                 classes.setdefault(key.identity, []).append(name)
         return list(classes.values())
 
@@ -168,8 +173,7 @@ class _TieBuilder:
         for alias, source in records.items():
             if alias in is_open and source not in is_open:
                 holder = self.ties[source].holder if source in self.ties else source
-                if source not in self.user:
-                    holders.setdefault(parent.root(alias), set()).add(holder)
+                holders.setdefault(parent.root(alias), set()).add(holder)
 
     def _settle(self, name: str, candidates: set[str], records: Mapping[str, str]) -> None:
         if len(candidates) == 1:
@@ -195,6 +199,13 @@ class _TieBuilder:
         for alias, tie in list(self.ties.items()):
             if tie.holder in self.user and tie.holder in self.ties:
                 self.ties[alias] = dataclasses.replace(tie, holder=self.ties[tie.holder].holder)
+
+    def _note_contradicted(self, records: Mapping[str, str]) -> None:
+        for alias, source in records.items():
+            tie = self.ties.get(alias)
+            holder = self.ties[source].holder if source in self.ties else source
+            if tie is not None and tie.holder != holder:
+                self._ignore(alias, source, f"{alias} is the same tensor as {tie.holder}")
 
     def _check_user_tie(self, alias: str, holder: str) -> bool:
         """Note what forbids a tie the user asked for; true if anything does."""

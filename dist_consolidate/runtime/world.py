@@ -58,7 +58,7 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
         return 0, 1
     missing = [name for name in _TORCHRUN if name not in environ]
     values = {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
-    if not all(value.isdigit() for value in values.values()):
+    if not all(value.isascii() and value.isdigit() for value in values.values()):
         raise UsageError(f"RANK and WORLD_SIZE must be numbers; found {values}")
     rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
     if size > 1 and missing:
@@ -93,7 +93,7 @@ def choose_device(request: str, local_rank: int) -> torch.device:
 
 def _local_rank(environ: Mapping[str, str]) -> int:
     value = environ.get("LOCAL_RANK", "0")
-    if not value.isdigit():
+    if not (value.isascii() and value.isdigit()):
         raise UsageError(f"LOCAL_RANK must be a number; found {value!r}")
     return int(value)
 
