@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dist_consolidate.errors import ConsolidateError
 from dist_consolidate.options import Options, make_options
 
 if TYPE_CHECKING:
@@ -84,7 +85,14 @@ def consolidate(
     return run(ckpt_dir, output_dir, options, launch=False)
 
 
-def run(ckpt_dir: StrPath, output_dir: StrPath | None, options: Options, *, launch: bool) -> Report:
+def run(
+    ckpt_dir: StrPath,
+    output_dir: StrPath | None,
+    options: Options,
+    *,
+    launch: bool,
+    tell: Callable[[Exception], None] | None = None,
+) -> Report:
     """Consolidate with options made already.
 
     Args:
@@ -92,6 +100,8 @@ def run(ckpt_dir: StrPath, output_dir: StrPath | None, options: Options, *, laun
         output_dir: As :func:`consolidate`.
         options: The options.
         launch: Join the other processes that torchrun started.
+        tell: Called with what goes wrong, on each rank, before any rank leaves: a launcher stops
+            all processes as soon as one has ended, and must not stop the one that says why.
 
     Returns:
         The report.
@@ -104,7 +114,14 @@ def run(ckpt_dir: StrPath, output_dir: StrPath | None, options: Options, *, laun
 
     target = None if output_dir is None else Path(output_dir)
     with join_world(options.device, launch=launch) as world:
-        return run_consolidation(Path(ckpt_dir), target, options, world)
+        try:
+            return run_consolidation(Path(ckpt_dir), target, options, world)
+        except Exception as error:
+            if tell is not None:
+                tell(error)
+            if isinstance(error, ConsolidateError) and error.agreed:
+                world.control.part()
+            raise
 
 
 def open_checkpoint(ckpt_dir: StrPath, tag: str | None = None) -> LazyCheckpoint:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_consolidate._version import __version__
+from dist_consolidate.api import run
 from dist_consolidate.errors import ConsolidateError, RankError, UsageError
 from dist_consolidate.options import CHOICES, Options, load_config, make_options
 from dist_consolidate.units import format_bytes, plural
@@ -143,25 +147,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return error.exit_code
     # A batch system's request to stop ends the program in order: nothing half-written is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    told: list[Exception] = []
+
+    def tell(error: Exception) -> None:
+        told.append(error)
+        _tell(error, leads)
+
     try:
-        return _consolidate(ckpt_dir, output_dir, options, leads)
+        report = run(ckpt_dir, output_dir, options, launch=True, tell=tell)
     except ConsolidateError as error:
-        # Every rank raises; what all of them know is said once.
-        if leads or not isinstance(error, RankError):
-            print(f"dist-consolidate: error: {error}", file=sys.stderr)
+        if not told:
+            tell(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-
-
-def _consolidate(ckpt_dir: str, output_dir: str | None, options: Options, leads: bool) -> int:
-    from dist_consolidate.api import run
-
-    report = run(ckpt_dir, output_dir, options, launch=True)
     if leads:
         for line in _summary(report):
             print(line)
     return 0
+
+
+def _tell(error: Exception, leads: bool) -> None:
+    """Say what went wrong: on this rank, unless rank 0 says the same, and to torchrun."""
+    known = isinstance(error, ConsolidateError)
+    text = str(error) if known else "".join(traceback.format_exception(error))
+    if not leads and isinstance(error, RankError):
+        return
+    print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        # torchrun ends with a summary of its own; with this file the reason stands in it.
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        message = {"message": {"message": text, "extraInfo": extra}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(message), encoding="utf-8")
 
 
 def _summary(report: Report) -> list[str]:

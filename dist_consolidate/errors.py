@@ -15,6 +15,8 @@ class ConsolidateError(Exception):
     """Base class of all errors raised on purpose; ``exit_code`` is what the program ends with."""
 
     exit_code = 1
+    # Set where all ranks raise in the same round, so that they can still talk to each other.
+    agreed = False
 
 
 class UsageError(ConsolidateError):

@@ -14,7 +14,7 @@ from typing import TypeVar
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, list_shards
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import Finding, Job, read_checkpoint, run_job
-from dist_consolidate.errors import Caught, RankError
+from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
 from dist_consolidate.plan.plan import Plan, make_plan
@@ -119,11 +119,12 @@ def on_rank_0(control: Control, action: Callable[[], _T]) -> _T:
     error = caught.error
     told = None if error is None else (describe(error), exit_code(error))
     result, failed = control.broadcast((outcome, told))
-    if error is not None:
-        raise explained(error) from error
-    if failed is not None:
-        raise RankError(*failed)
-    return result  # type: ignore[no-any-return]
+    if error is None and failed is None:
+        return result  # type: ignore[no-any-return]
+    raised = explained(error) if error is not None else RankError(*failed)
+    if isinstance(raised, ConsolidateError):
+        raised.agreed = True
+    raise raised from error
 
 
 def _shards_here(path: Path) -> tuple[ShardFile, ...]:

@@ -41,7 +41,7 @@ def test_lost_values_are_refused(name: str, tmp_path: Path) -> None:
     lost = lost_keys(case)
     with pytest.raises(CheckpointError) as refusal:
         consolidate(case.ckpt, tmp_path / "out", tag=case.tag)
-    assert all(f"- {key}: " in str(refusal.value) for key in lost)
+    assert all(f"  - {key}\n" in str(refusal.value) for key in lost)
     assert list(tmp_path.iterdir()) == []
     report = consolidate(case.ckpt, tmp_path / "out", tag=case.tag, allow_missing=["*"])
     want = {key: value for key, value in expected_fp32(case).items() if key not in lost}

@@ -84,7 +84,7 @@ def test_lost_names_are_all_named(spec: Spec) -> None:
         if lost:
             with pytest.raises(CheckpointError) as refusal:
                 consolidate(root, out)
-            assert all(f"{name}:" in str(refusal.value) for name in lost)
+            assert all(f"  - {name}\n" in str(refusal.value) for name in lost)
             assert not out.exists()
         consolidate(root, out, allow_missing=["*"])
         kept = {name: value for name, value in truth.fp32.items() if name not in lost}

@@ -69,6 +69,15 @@ class TensorRef:
         _refuse_state(self, state)
 
 
+class _Ordered(collections.OrderedDict[Any, Any]):
+    """An ordered dictionary whose pickled attributes cannot hide its methods."""
+
+    def __setstate__(self, state: object) -> None:
+        """Keep ``_metadata``, which torch pickles with a state dict, and nothing else."""
+        if isinstance(state, dict) and "_metadata" in state:
+            self._metadata = state["_metadata"]
+
+
 def _refuse_state(_self: object, _state: object) -> None:
     """Refuse to let a pickle rebuild what the unpickler itself is made of."""
     raise pickle.UnpicklingError("the pickle tries to change a tensor or a built-in name")
@@ -230,7 +239,7 @@ def _defaultdict(*_args: Any) -> dict[Any, Any]:  # noqa: ANN401
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "OrderedDict"): _Ordered,
     ("collections", "defaultdict"): _defaultdict,
     ("torch", "Size"): _shape,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,

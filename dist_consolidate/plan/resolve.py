@@ -141,15 +141,15 @@ class _Resolver:
             if any(fnmatchcase(name, pattern) for pattern in allowed):
                 self.left_out[name] = reason
             else:
-                refused.append(f"{name}: {reason}")
+                refused.append(name)
         if refused:
             raise CheckpointError(
                 listing(
                     f"{ckpt.tag}: {len(refused)} of {len(ckpt.module)} keys of the model have no "
                     "data in this checkpoint",
                     refused,
-                    "leave them out with --allow-missing GLOB (--allow-missing '*' for all), or "
-                    "name the key that holds the same parameter with --tie NAME=SOURCE",
+                    f"{reason}. Leave them out with --allow-missing GLOB ('*' for all), or name "
+                    "the key that holds the same parameter with --tie NAME=SOURCE",
                 )
             )
 
@@ -157,7 +157,7 @@ class _Resolver:
 def _why_missing(ckpt: Checkpoint) -> str:
     if ckpt.stage == 3 and not ckpt.saves_frozen:
         return "ZeRO-3 of this release saved no frozen values, or they were excluded when saving"
-    return "it was in no param group when saved, and ZeRO-3 keeps such values in no file"
+    return "in no param group when saved: ZeRO-3 keeps such values in no file"
 
 
 def _frozen_names(ckpt: Checkpoint, sources: dict[str, Source]) -> tuple[set[str], str]:

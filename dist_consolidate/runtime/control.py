@@ -8,6 +8,7 @@ inside an NCCL collective that a watchdog would kill.
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import errno
 from typing import Any
@@ -82,6 +83,11 @@ class Control:
         except RuntimeError as error:
             raise RankError(f"{_LOST} ({_first_line(error)})") from error
         return values[0]
+
+    def part(self) -> None:
+        """Leave together: no rank ends before all have come here, if all of them still can."""
+        with contextlib.suppress(RankError):
+            self.exchange(None)
 
     def gather(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything picklable
         """Give every rank's value to rank 0.
@@ -182,7 +188,9 @@ class Control:
         for rank, (message, _) in found:
             by_message.setdefault(message, []).append(rank)
         lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_message.items()]
-        raise RankError("\n".join(lines), max(code for _, (_, code) in found)) from error
+        failure = RankError("\n".join(lines), max(code for _, (_, code) in found))
+        failure.agreed = True
+        raise failure from error
 
 
 def explained(error: Exception) -> Exception:
