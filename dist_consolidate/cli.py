@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_consolidate._version import __version__
 from dist_consolidate.api import run
-from dist_consolidate.errors import ConsolidateError, RankError, UsageError
+from dist_consolidate.errors import ConsolidateError, UsageError
 from dist_consolidate.options import CHOICES, Options, load_config, make_options
 from dist_consolidate.units import format_bytes, plural
 
@@ -168,10 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tell(error: Exception, leads: bool) -> None:
-    """Say what went wrong: on this rank, unless rank 0 says the same, and to torchrun."""
+    """Say what went wrong, to people and to torchrun: once, where all ranks know the same."""
     known = isinstance(error, ConsolidateError)
     text = str(error) if known else "".join(traceback.format_exception(error))
-    if not leads and isinstance(error, RankError):
+    if not leads and isinstance(error, ConsolidateError) and error.agreed:
         return
     print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
