@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what one round moves, all ranks together (default: auto)",
     )
     add("--device", choices=CHOICES["device"], help="default: auto")
-    add("--overwrite", action="store_true", help="replace an earlier result")
+    add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
     add("--config", metavar="FILE.toml", help="options from a file; the command line wins")
     add("--version", action="version", version=f"%(prog)s {__version__}")
     return parser
@@ -133,7 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    leads = os.environ.get("RANK", "0") == "0"
+    # RANK alone, without a world, is somebody else's variable.
+    leads = os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+    for stream in (sys.stdout, sys.stderr):
+        # Names may hold what the terminal's encoding does not.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # argparse writes for itself, on every rank alike; one rank's words are enough.
     silence = contextlib.ExitStack()
     if not leads:
@@ -171,7 +176,10 @@ def _tell(error: Exception, leads: bool) -> None:
     """Say what went wrong, to people and to torchrun: once, where all ranks know the same."""
     known = isinstance(error, ConsolidateError)
     text = str(error) if known else "".join(traceback.format_exception(error))
-    if not leads and isinstance(error, ConsolidateError) and error.agreed:
+    shared = isinstance(error, ConsolidateError) and error.agreed
+    # What is wrong with a machine is told once for each of them.
+    local = isinstance(error, UsageError) and os.environ.get("LOCAL_RANK", "0") != "0"
+    if not leads and (shared or local):
         return
     print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -78,19 +78,27 @@ def run_consolidation(
     """
     started = time.monotonic()
     planned = plan_together(checkpoint_dir, options, world.control)
-    target = output_dir or checkpoint_dir / "consolidated" / planned.folder.tag
+    target = output_dir or _default_target(checkpoint_dir, planned.folder.tag)
     decided = on_rank_0(world.control, lambda: _decide(planned, options, world))
     run = _Run(planned, options, world, decided)
     publication = on_rank_0(world.control, lambda: run.prepare(target))
     try:
         result = run.move(publication)
-        totals = run.finish(publication, result)
+        totals, notes = run.finish(publication, result)
     except BaseException:
         if world.rank == 0:
             publication.abandon()
         raise
     duration_sec = time.monotonic() - started
-    return run.report(publication, totals, duration_sec)
+    return run.report(publication, totals, notes, duration_sec)
+
+
+def _default_target(checkpoint_dir: Path, tag: str) -> Path:
+    """Give ``consolidated/TAG``; a checkpoint must not lead elsewhere by a symbolic link."""
+    target = checkpoint_dir / "consolidated" / tag
+    if not target.resolve().is_relative_to(checkpoint_dir.resolve()):
+        raise UsageError(f"{target}: lies outside {checkpoint_dir}; name the output folder")
+    return target
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,21 +222,26 @@ class _Run:
             for tensor in self.plan.tensors
         ]
 
-    def finish(self, publication: Publication, result: MoveResult) -> int:
-        """Write what needs the checksums, and publish; give the bytes all ranks have read."""
+    def finish(self, publication: Publication, result: MoveResult) -> tuple[int, tuple[str, ...]]:
+        """Write what needs the checksums, and publish.
+
+        Returns:
+            The bytes all ranks have read, and the notes on the result.
+        """
         results = self.world.control.gather(result)
 
-        def publish() -> int:
+        def publish() -> tuple[int, tuple[str, ...]]:
+            notes = (*self.plan.notes, *self._overflows(results))
             for index, layout in enumerate(self.layouts):
                 if layout.needs_crc:
                     crcs = self._checksums(index, results)
                     path = publication.work_dir / self.plan.files[index].name
                     _write_blocks(path, layout.finishing_blocks(crcs))
-            publication.write_file(MANIFEST_NAME, self._manifest())
+            publication.write_file(MANIFEST_NAME, self._manifest(notes))
             if len(self.plan.files) > 1:
                 publication.write_file(self.last[-1], index_json(self.plan.files))
             publication.publish(self.last)
-            return sum(item.num_bytes_read for item in results)
+            return sum(item.num_bytes_read for item in results), notes
 
         return on_rank_0(self.world.control, publish)
 
@@ -240,7 +253,13 @@ class _Run:
                     ledger.add(check.tensor, check.start_bytes, check.num_bytes, check.crc)
         return ledger.tensor_crcs(self.plan.files[file].tensors)
 
-    def _manifest(self) -> bytes:
+    def _overflows(self, results: Sequence[MoveResult]) -> list[str]:
+        found = frozenset[int]().union(*(result.overflowed for result in results))
+        names = [self.plan.tensors[index].name for index in sorted(found)]
+        text = f"beyond the range of fp16, infinities were written in {', '.join(names)}"
+        return [text] if names else []
+
+    def _manifest(self, notes: Sequence[str]) -> bytes:
         shaping = ("format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen")
         chosen = {name: getattr(self.options, name) for name in shaping}
         facts = {k: v for k, v in self.planned.facts.items() if k != "tag_chosen"}
@@ -251,7 +270,7 @@ class _Run:
             plan_digest=self.plan.digest,
             tensors=self._tensor_facts(),
             left_out=self.plan.left_out,
-            notes=self.plan.notes,
+            notes=notes,
         )
 
     def _tensor_facts(self) -> dict[str, dict[str, object]]:
@@ -276,7 +295,13 @@ class _Run:
             facts[alias] = {**facts[tie.holder], "file": file, **tied}
         return facts
 
-    def report(self, publication: Publication, bytes_read: int, duration_sec: float) -> Report:
+    def report(
+        self,
+        publication: Publication,
+        bytes_read: int,
+        notes: tuple[str, ...],
+        duration_sec: float,
+    ) -> Report:
         """Say what was done."""
         return Report(
             output_dir=publication.output_dir,
@@ -285,7 +310,7 @@ class _Run:
             num_bytes=self.plan.num_bytes,
             ties={alias: tie.holder for alias, tie in self.plan.ties.items()},
             left_out=self.plan.left_out,
-            notes=self.plan.notes,
+            notes=notes,
             facts=self.planned.facts,
             transport=self.transport,
             num_bytes_read=bytes_read,

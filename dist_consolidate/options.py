@@ -105,7 +105,7 @@ class Options:
         if self.writers == "all":
             return size
         text = str(self.writers)
-        if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
             raise UsageError(f"--writers {text}: must be a number of ranks, at least 1, or all")
         return min(int(text), size)
 

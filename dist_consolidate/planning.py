@@ -14,7 +14,7 @@ from typing import TypeVar
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, list_shards
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import Finding, Job, read_checkpoint, run_job
-from dist_consolidate.errors import Caught, CheckpointError, ConsolidateError, RankError
+from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
 from dist_consolidate.plan.plan import Plan, make_plan
@@ -89,7 +89,7 @@ def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> P
 
     def plan() -> Planned:
         try:
-            checkpoint = read_checkpoint(folder, reading.run)
+            checkpoint = read_checkpoint(folder, reading.run, options.tie_pairs)
         finally:
             reading.end()
         return Planned(folder, _facts(checkpoint), plan_here(checkpoint, options), visible)
@@ -153,16 +153,6 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str | int | None]:
     }
 
 
-def _answer(folder: TagFolder, job: Job) -> Finding:
-    """Do one job; whatever goes wrong becomes the answer, so that no rank waits for it in vain."""
-    finding: Finding = None
-    with (caught := Caught()):
-        finding = run_job(folder, job)
-    if caught.error is None:
-        return finding
-    return CheckpointError(f"{folder.path / job.shard.name}: {describe(caught.error)}")
-
-
 class _SharedReading:
     """Reads files on whichever rank sees them, as evenly as that allows."""
 
@@ -176,7 +166,7 @@ class _SharedReading:
         for job, owner in zip(jobs, owners, strict=True):
             dealt[owner].append(job)
         self._control.broadcast(dealt)
-        answers = self._control.gather([_answer(folder, job) for job in dealt[0]])
+        answers = self._control.gather([run_job(folder, job) for job in dealt[0]])
         streams = [iter(answer) for answer in answers]
         return [next(streams[owner]) for owner in owners]
 
@@ -184,7 +174,7 @@ class _SharedReading:
         """Do what rank 0 hands out, until it is done."""
         while (dealt := self._control.broadcast(None)) is not None:
             mine = dealt[self._control.rank]
-            self._control.gather([_answer(folder, job) for job in mine])
+            self._control.gather([run_job(folder, job) for job in mine])
 
     def end(self) -> None:
         """Tell the other ranks that nothing more will be handed out."""

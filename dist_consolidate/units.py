@@ -24,6 +24,7 @@ _FACTORS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_MAX_DIGITS = 30
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -43,6 +44,8 @@ def parse_size(text: str | int) -> int:
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write it like 5GB, 512MB or 64MiB")
+    if len(match.group(1)) > _MAX_DIGITS:
+        raise ValueError(f"{text!r} is too large")
     num_bytes = (
         int(float(match.group(1)) * factor)
         if "." in match.group(1)

@@ -11,6 +11,7 @@ the central one.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import zipfile
@@ -122,13 +123,12 @@ class ZipRecords:
             self._offsets[name] = offset
         return self._offsets[name]
 
-    def read_small(self, name: str, tail_bytes: int | None = None) -> bytes:
-        """Read a small record whole, or only its last ``tail_bytes``."""
+    def read_small(self, name: str) -> bytes:
+        """Read a small record whole."""
         entry, offset = self.record(name), self.data_offset_bytes(name)
-        skip = max(entry.file_size - tail_bytes, 0) if tail_bytes is not None else 0
         with self.path.open("rb") as stream:
-            stream.seek(offset + skip)
-            return stream.read(entry.file_size - skip)
+            stream.seek(offset)
+            return stream.read(entry.file_size)
 
 
 class Archive(ZipRecords):
@@ -156,6 +156,16 @@ class Archive(ZipRecords):
             raise CheckpointError(
                 f"{path}: the pickle inside is damaged or not a torch.save of a state ({error})"
             ) from error
+
+    def scalar(self, tensor: TensorRef) -> int | None:
+        """Read a tensor of one element, such as an optimizer's step; ``None`` for other ones."""
+        code, span = _SCALARS.get(tensor.dtype.name), self.span(tensor)
+        if code is None or span.num_numel != 1:
+            return None
+        with self.path.open("rb") as stream:
+            stream.seek(span.offset_bytes)
+            (value,) = struct.unpack(code, stream.read(span.dtype.itemsize_bytes))
+        return int(value) if math.isfinite(value) else None
 
     def span(self, tensor: TensorRef) -> TensorSpan:
         """Locate a tensor's elements in the file.
@@ -185,6 +195,9 @@ class Archive(ZipRecords):
         return TensorSpan(self.name, offset_bytes, tensor.dtype, tensor.shape, tensor.stride)
 
 
+_SCALARS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
+
+
 def scan_integer(path: Path, key: str) -> int | None:
     """Find ``key: integer`` in a torch file's pickle without unpickling it.
 
@@ -203,21 +216,21 @@ def scan_integer(path: Path, key: str) -> int | None:
     """
     records = ZipRecords(path)
     try:
-        for tail_bytes in (1 << 16, None):
-            value = _scan(records.read_small("data.pkl", tail_bytes), key.encode())
-            if value is not None:
-                return value
+        values = _scan(records.read_small("data.pkl"), key.encode())
+        if len(values) == 1:
+            return values.pop()
+        # The key stands elsewhere too (client state may hold anything): see which is ours.
+        tree = Archive(path).tree if values else None
+        value = tree.get(key) if isinstance(tree, dict) else None
+        return value if type(value) is int else None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return None
 
 
-def _scan(pickled: bytes, key: bytes) -> int | None:
+def _scan(pickled: bytes, key: bytes) -> set[int]:
     """Match BINUNICODE key, optional memo put, then BININT1, BININT2 or BININT (protocol 2)."""
     text = re.escape(b"X" + struct.pack("<I", len(key)) + key)
     put = rb"(?:q.|r....)?"
-    match = re.search(text + put + rb"(?:K(.)|M(..)|J(....))", pickled, re.DOTALL)
-    if match is None:
-        return None
-    raw = next(part for part in match.groups() if part is not None)
-    return int.from_bytes(raw, "little")
+    pattern = re.compile(text + put + rb"(?:K(.)|M(..)|J(....))", re.DOTALL)
+    raw = (next(p for p in match if p) for match in pattern.findall(pickled))
+    return {int.from_bytes(number, "little") for number in raw}

@@ -155,9 +155,11 @@ def _check_rank(
 
 def _check_agreement(path: Path, states: Sequence[OptimState], problems: Problems) -> None:
     for state in states[1:]:
-        for what in ("striped", "zero_stage", "ds_version"):
+        for what in ("striped", "zero_stage", "step", "ds_version"):
             ours, theirs = getattr(states[0], what), getattr(state, what)
-            if ours != theirs:
+            # A rank may hold nothing that has taken a step.
+            known = what != "step" or None not in (ours, theirs)
+            if ours != theirs and known:
                 problems.add(
                     f"{path / state.shard.name}: {what} is {theirs}, but {ours} in "
                     f"{states[0].shard.name}; the files are of different saves"

@@ -102,7 +102,10 @@ def list_shards(folder: Path) -> tuple[ShardFile, ...]:
 
 
 def _holds_shards(folder: Path) -> bool:
-    return any(parse_name(entry.name) for entry in folder.iterdir())
+    try:
+        return any(parse_name(entry.name) for entry in folder.iterdir())
+    except PermissionError:
+        return False  # such as lost+found beside the tags
 
 
 def _is_universal(folder: Path) -> bool:
@@ -162,7 +165,8 @@ def _find_tag(root: Path, tag: str | None) -> TagFolder:
         )
     tags = {entry.name: entry for entry in root.iterdir() if entry.is_dir()}
     if tag is not None:
-        if (root / tag).is_dir() and not Path(tag).is_absolute():
+        inside = not Path(tag).is_absolute() and ".." not in Path(tag).parts
+        if inside and (root / tag).is_dir():
             return _folder(root / tag, tag, "asked for")
         if root.resolve().name == tag and _holds_shards(root):
             return _folder(root, tag, "asked for")

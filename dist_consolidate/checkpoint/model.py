@@ -109,8 +109,8 @@ class Checkpoint:
         odd_entries: Keys of ``module`` that are no tensors, and what they are.
         file_bytes: Size of each shard that is read from.
         notes: What was assumed or found, for the report.
-        confirmed_ties: Aliases with a copy of their own in ``module`` that was found to hold the
-            values of the recorded source, rounded.
+        confirmed_ties: Pairs of alias and source, recorded or claimed, where the alias has a copy
+            of its own in ``module`` that was found to hold the source's values, rounded.
     """
 
     tag: str
@@ -128,4 +128,4 @@ class Checkpoint:
     odd_entries: dict[str, str]
     file_bytes: dict[str, int]
     notes: tuple[str, ...]
-    confirmed_ties: frozenset[str] = frozenset()
+    confirmed_ties: frozenset[tuple[str, str]] = frozenset()

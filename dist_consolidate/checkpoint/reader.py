@@ -24,7 +24,7 @@ from dist_consolidate.checkpoint.states import (
     read_model_state,
     read_optim_state,
 )
-from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
+from dist_consolidate.errors import Caught, CheckpointError, Problems, UnsupportedLayoutError
 
 Finding = ModelState | OptimState | int | None | CheckpointError
 
@@ -41,15 +41,23 @@ Runner = Callable[[TagFolder, Sequence[Job]], list[Finding]]
 
 
 def run_job(folder: TagFolder, job: Job) -> Finding:
-    """Read one file; a damaged one gives its error as the result, to be raised with the others."""
-    try:
+    """Read one file; whatever goes wrong is the result, to be raised with the others."""
+    path = folder.path / job.shard.name
+    finding: Finding = None
+    with (caught := Caught()):
         if job.kind == "model":
-            return read_model_state(folder.path, job.shard)
-        if job.kind == "optim":
-            return read_optim_state(folder.path, job.shard)
-        return scan_integer(folder.path / job.shard.name, "global_steps")
-    except CheckpointError as error:
-        return error
+            finding = read_model_state(folder.path, job.shard)
+        elif job.kind == "optim":
+            finding = read_optim_state(folder.path, job.shard)
+        else:
+            finding = scan_integer(path, "global_steps")
+    error = caught.error
+    if error is None or isinstance(error, CheckpointError):
+        return error or finding
+    if isinstance(error, OSError):
+        return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
+    kind = type(error).__name__
+    return CheckpointError(f"{path}: holds what DeepSpeed does not write ({kind}: {error})")
 
 
 def run_here(folder: TagFolder, jobs: Sequence[Job]) -> list[Finding]:
@@ -57,12 +65,15 @@ def run_here(folder: TagFolder, jobs: Sequence[Job]) -> list[Finding]:
     return [run_job(folder, job) for job in jobs]
 
 
-def read_checkpoint(folder: TagFolder, run: Runner = run_here) -> Checkpoint:
+def read_checkpoint(
+    folder: TagFolder, run: Runner = run_here, claims: Sequence[tuple[str, str]] = ()
+) -> Checkpoint:
     """Read the metadata of a tag.
 
     Args:
         folder: The shards (see :func:`dist_consolidate.checkpoint.layout.find_tag`).
-        run: Reads files; gets the same jobs in every process and must return the same findings.
+        run: Reads files: gives the finding of each job, in order.
+        claims: Ties the user claims, as pairs of alias and source.
 
     Returns:
         The metadata, with every weight located.
@@ -100,16 +111,22 @@ def read_checkpoint(folder: TagFolder, run: Runner = run_here) -> Checkpoint:
     ordered = census.order_by_rank(folder, states, problems, damaged) if states else []
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
-    return _Assembly(folder, model, ordered, run).checkpoint()
+    return _Assembly(folder, model, ordered, run, claims).checkpoint()
 
 
 class _Assembly:
     """Puts one checkpoint together from complete states."""
 
     def __init__(
-        self, folder: TagFolder, model: ModelState, optims: Sequence[OptimState], run: Runner
+        self,
+        folder: TagFolder,
+        model: ModelState,
+        optims: Sequence[OptimState],
+        run: Runner,
+        claims: Sequence[tuple[str, str]],
     ) -> None:
         self.folder, self.model, self.optims, self.run = folder, model, optims, run
+        self.claims = claims
         self.problems = Problems()
         self.notes: list[str] = []
         self.stage = _stage(model, optims)
@@ -161,7 +178,7 @@ class _Assembly:
         found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
         module = self.model.module or {}
         wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
-        if not found and not wide:
+        if not self.model.optimizer and not wide:
             self.notes.append("no fp32 masters were saved; the 16-bit weights are all there is")
         return found
 
@@ -216,37 +233,39 @@ class _Assembly:
 
     def _confirmed_ties(
         self, groups: tuple[FlatGroup, ...], stored: Mapping[str, Source]
-    ) -> frozenset[str]:
-        """Check by value the recorded ties whose alias was cloned before it was saved."""
+    ) -> frozenset[tuple[str, str]]:
+        """Check by value the ties whose alias has a tensor of its own (it may be a clone)."""
+        if self.stage == 3:
+            return frozenset()
         module, confirmed = self.model.module or {}, set()
         prints = Fingerprints(self.folder.path, groups)
-        for alias, name in (self.model.shared_params or {}).items():
-            entry, source, held = module.get(alias), stored.get(name), module.get(name)
-            if entry is None or source is None or alias in stored or self.stage == 3:
+        for alias, name in {*(self.model.shared_params or {}).items(), *self.claims}:
+            entry, held = module.get(alias), module.get(name)
+            if entry is None or alias in stored or _same_view(entry, held):
                 continue
-            shares = held is not None and (
-                (held.ref.storage.key, held.ref.offset_numel)
-                == (entry.ref.storage.key, entry.ref.offset_numel)
-            )
-            if shares or entry.span.shape != source.shape or not source.num_numel:
+            own = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+            source = stored.get(name)
+            if source is None and held is not None:
+                source = Source("module", held.span.shape, held.span.dtype, span=held.span)
+            if source is None or source.shape != own.shape:
                 continue
-            dtype = entry.span.dtype
-            own = Source("module", entry.span.shape, dtype, span=entry.span)
             with contextlib.suppress(CheckpointError):  # a shard that is not seen here
-                if prints.of(source, dtype) == prints.of(own, dtype):
-                    confirmed.add(alias)
+                if prints.of(source, own.dtype) == prints.of(own, own.dtype):
+                    confirmed.add((alias, name))
         prints.close()
         return frozenset(confirmed)
 
     def _module(self, partitions: Mapping[str, Source]) -> dict[str, ModuleKey]:
         module = self.model.module or {}
         buffers = self.model.buffer_names or frozenset()
-        is_placeholder = _placeholder_test(self.stage, module, partitions)
+        # Releases before 0.6 keep the shapes in the optimizer states.
+        old = self.model.param_shapes is None
+        is_placeholder = _placeholder_test(self.stage, module, partitions, old)
         partitioned = {*partitions, *(self.model.frozen_shapes or ())} if self.stage == 3 else set()
         keys = {}
         for name, entry in module.items():
             is_buffer = name in buffers
-            own = is_buffer or not (name in partitioned or is_placeholder(entry))
+            own = is_buffer or not (name in partitioned or is_placeholder(name, entry))
             source = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
             identity = (
                 entry.ref.storage.key,
@@ -259,6 +278,14 @@ class _Assembly:
         return keys
 
 
+def _same_view(one: ModuleEntry, other: ModuleEntry | None) -> bool:
+    """Whether two entries are one tensor already, by storage record; no value need be read."""
+    return other is not None and (
+        (one.ref.storage.key, one.ref.offset_numel, one.ref.shape, one.ref.stride)
+        == (other.ref.storage.key, other.ref.offset_numel, other.ref.shape, other.ref.stride)
+    )
+
+
 def _stage(model: ModelState, optims: Sequence[OptimState]) -> int:
     """Tell the stage; the configuration knows 1 from 2 where old files all say 2."""
     if not optims:
@@ -269,19 +296,25 @@ def _stage(model: ModelState, optims: Sequence[OptimState]) -> int:
 
 
 def _placeholder_test(
-    stage: int, module: Mapping[str, ModuleEntry], partitions: Mapping[str, Source]
-) -> Callable[[ModuleEntry], bool]:
+    stage: int, module: Mapping[str, ModuleEntry], partitions: Mapping[str, Source], old: bool
+) -> Callable[[str, ModuleEntry], bool]:
     """Say how a ZeRO-3 placeholder looks in this file: shape [0], or [1] before DeepSpeed 0.6.
 
     A file whose partitioned parameters of more than one element show up as [1] is of the old
     kind, and no [1] in it can be taken for data.
     """
     if stage != 3:
-        return lambda _entry: False
-    old = any(
+        return lambda _name, _entry: False
+    old = old or any(
         source.shape != (1,) and module[name].ref.shape == (1,)
         for name, source in partitions.items()
         if name in module
     )
     shapes = {(0,), (1,)} if old else {(0,)}
-    return lambda entry: entry.ref.shape in shapes
+
+    def is_placeholder(name: str, entry: ModuleEntry) -> bool:
+        # An empty tensor that is no parameter: quantized parameters are in the frozen section.
+        other = name.endswith("_extra_state") or not entry.ref.dtype.is_floating
+        return entry.ref.shape in shapes and not other
+
+    return is_placeholder

@@ -62,7 +62,13 @@ class ShardReader:
         done = 0
         while done < len(target):
             chunk = target[done : done + _MAX_READ_BYTES]
-            count = os.preadv(descriptor, [chunk], offset_bytes + done)
+            try:
+                count = os.preadv(descriptor, [chunk], offset_bytes + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._folder / file}: cannot be read at byte {offset_bytes + done}: "
+                    f"{error.strerror or error}"
+                ) from error
             if not count:
                 raise CheckpointError(
                     f"{self._folder / file}: ended at byte {offset_bytes + done} while being "

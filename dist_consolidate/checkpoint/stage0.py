@@ -2,8 +2,9 @@
 
 The masters are pickled without names. A master belongs to a key of ``module`` that has its shape
 and whose 16-bit values are the master's, rounded. Where several keys look alike (norms that are
-still all ones), the order settles it if it can be trusted: within a param group the masters follow
-the model. What stays ambiguous keeps its 16-bit values, and the report says so; nothing is guessed.
+still all ones), the order of a param group settles it, provided that the masters which are certain
+show that the group follows the model; the report says so. What stays ambiguous keeps its 16-bit
+values, and the report says that too.
 
 Sources: DeepSpeed's ``unfused_optimizer.py`` (lists of shaped tensors) and ``fused_optimizer.py``
 (flat tensors, of which ``module`` holds 16-bit views).
@@ -22,6 +23,9 @@ from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 from dist_consolidate.dtypes import DType
 from dist_consolidate.errors import Problems
+
+# So many masters of a group must be certain, and in the model's order, for that order to count.
+_MIN_CERTAIN = 2
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,37 +103,37 @@ class _Matching:
         return alike
 
     def _masters(self, alike: dict[tuple[object, ...], list[int]]) -> Iterable[_Master]:
-        for group, spans in enumerate(self._spans()):
+        used: set[str] = set()
+        for group, spans in enumerate(self.model.optimizer or ()):
+            if self.model.flat_masters:
+                yield from self._cut(group, spans[0], used)
+                continue
             for span in spans:
-                if not span.num_numel:
-                    continue
-                places: list[int] = []
-                for dtype in self.dtypes:
-                    key = (span.shape, dtype.name, self._rounded(span, dtype))
-                    places += alike.get(key, ())
-                yield _Master(span, group, sorted(places))
+                if span.num_numel:
+                    yield _Master(span, group, self._places(span, alike))
+
+    def _places(self, span: TensorSpan, alike: dict[tuple[object, ...], list[int]]) -> list[int]:
+        places: list[int] = []
+        for dtype in self.dtypes:
+            places += alike.get((span.shape, dtype.name, self._rounded(span, dtype)), ())
+        return sorted(places)
 
     def _rounded(self, span: TensorSpan, dtype: DType) -> bytes:
         return self.prints.of(Source("module", span.shape, span.dtype, span=span), dtype)
 
-    def _spans(self) -> Iterable[list[TensorSpan]]:
-        """Give the masters of each group, flat ones cut where the 16-bit views begin and end."""
-        used: set[str] = set()
-        for group in self.model.optimizer or ():
-            yield self._cut(group[0], used) if self.model.flat_masters else list(group)
-
-    def _cut(self, flat: TensorSpan, used: set[str]) -> list[TensorSpan]:
-        views: dict[str, list[ModuleEntry]] = {}
-        for entry in self.entries:
-            views.setdefault(entry.ref.storage.key, []).append(entry)
-        for key, entries in views.items():
-            if key in used or entries[0].ref.storage.num_numel != flat.num_numel:
+    def _cut(self, group: int, flat: TensorSpan, used: set[str]) -> list[_Master]:
+        """Cut a flat master where the views of its 16-bit twin begin and end."""
+        views: dict[str, list[int]] = {}
+        for place, entry in enumerate(self.entries):
+            views.setdefault(entry.ref.storage.key, []).append(place)
+        for key, places in views.items():
+            if key in used or self.entries[places[0]].ref.storage.num_numel != flat.num_numel:
                 continue
-            cut = [_view(flat, entry) for entry in entries]
-            if all(self._agree(span, e) for span, e in zip(cut, entries, strict=True)):
+            cut = [_Master(_view(flat, self.entries[p]), group, [p]) for p in places]
+            if all(self._agree(master.span, self.entries[master.places[0]]) for master in cut):
                 used.add(key)
                 return cut
-        return [flat]
+        return [_Master(flat, group, [])]
 
     def _agree(self, span: TensorSpan, entry: ModuleEntry) -> bool:
         theirs = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
@@ -183,6 +187,8 @@ def _narrow(group: list[_Master]) -> None:
     order says nothing.
     """
     certain = [master.places[0] for master in group if len(master.places) == 1]
+    if len(certain) < _MIN_CERTAIN:
+        return
     if any(left >= right for left, right in itertools.pairwise(certain)):
         return
     before = -1

@@ -88,6 +88,7 @@ class OptimState:
         param_shapes: As in :class:`ModelState`; releases before 0.6 keep it here.
         alignment_paddings: Elements of padding behind each parameter, group by group.
         expert_groups: Whether a param group belongs to experts.
+        step: Steps the optimizer has taken, where it says so.
         ds_version: The DeepSpeed release that wrote it.
     """
 
@@ -99,6 +100,7 @@ class OptimState:
     param_shapes: tuple[Shapes, ...] | None
     alignment_paddings: tuple[tuple[int, ...], ...] | None
     expert_groups: bool
+    step: int | None
     ds_version: str | None
 
 
@@ -113,13 +115,22 @@ def _integer(value: Any) -> int | None:  # noqa: ANN401 - whatever the pickle ho
     return value if type(value) is int else None
 
 
+def _as_mapping(value: Any) -> Mapping[Any, Any] | None:  # noqa: ANN401
+    """Accept a mapping, and what stands for an object of a foreign subclass of dict."""
+    if isinstance(value, Inert) and value.items:
+        pairs = [item for item in value.items if isinstance(item, tuple) and len(item) == 2]
+        return dict(pairs) if len(pairs) == len(value.items) else None
+    return value if isinstance(value, Mapping) else None
+
+
 def _text(value: Any) -> str | None:  # noqa: ANN401
     return value if isinstance(value, str) else None
 
 
 def _shape_map(path: Path, value: Any, what: str) -> Shapes:  # noqa: ANN401
-    if not isinstance(value, Mapping):
-        raise _wrong(path, f"{what} is a {type(value).__name__}, expected a mapping of shapes")
+    value = _as_mapping(value)
+    if value is None:
+        raise _wrong(path, f"{what} is no mapping of names to shapes")
     shapes = {}
     for name, shape in value.items():
         good = isinstance(shape, tuple | list) and all(type(s) is int and s >= 0 for s in shape)
@@ -195,8 +206,27 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         alignment_paddings=_paddings(archive.path, state.get("param_alignment_paddings")),
         expert_groups=_has_experts(state.get("base_optimizer_state"))
         or "ds_zero_partition_groups" in state,
+        step=_optimizer_step(archive, state),
         ds_version=_text(tree.get("ds_version")),
     )
+
+
+def _optimizer_step(archive: Archive, state: Mapping[str, Any]) -> int | None:
+    """Find Adam's step: a number, or a tensor of one element, whose few bytes are read."""
+    inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    if not isinstance(inner, Mapping):
+        return None
+    states = inner.get("state")
+    groups = inner.get("param_groups")
+    holders = list(states.values()) if isinstance(states, Mapping) else []
+    holders += groups if isinstance(groups, list) else []
+    for holder in holders:
+        step = holder.get("step") if isinstance(holder, Mapping) else None
+        if isinstance(step, TensorRef):
+            return archive.scalar(step)
+        if type(step) is int:
+            return step
+    return None
 
 
 def _paddings(path: Path, value: Any) -> tuple[tuple[int, ...], ...] | None:  # noqa: ANN401
@@ -244,7 +274,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         shard=shard,
         module=module,
         odd_entries=odd,
-        buffer_names=frozenset(names) if isinstance(names, list | tuple | set) else None,
+        buffer_names=_names(archive.path, names),
         param_shapes=_param_shapes(archive.path, tree),
         frozen_shapes=None
         if frozen_shapes is None
@@ -252,7 +282,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         frozen=None
         if not isinstance(frozen, Mapping)
         else dict(zip(frozen, _spans(archive, list(frozen.values()), "frozen"), strict=True)),
-        shared_params=dict(shared) if isinstance(shared, Mapping) else None,
+        shared_params=_pairs(archive.path, shared),
         optimizer=masters,
         flat_masters=flat,
         zero_stage=_integer(zero.get("stage")),
@@ -270,15 +300,17 @@ def _module(
 ) -> tuple[dict[str, ModuleEntry] | None, dict[str, str]]:
     if value is None:
         return None, {}
-    if not isinstance(value, Mapping):
-        raise _wrong(archive.path, f"`module` is a {type(value).__name__}")
+    value = _as_mapping(value)
+    if value is None:
+        raise _wrong(archive.path, "`module` is no state dict")
     entries, odd = {}, {}
     for name, tensor in value.items():
         if not isinstance(name, str):
             raise _wrong(archive.path, f"`module` has the key {name!r}")
         if isinstance(tensor, TensorRef):
-            entries[name] = ModuleEntry(tensor, archive.span(tensor))
-        elif isinstance(tensor, Mapping) and _holds_tensor(tensor):
+            plain = dataclasses.replace(tensor, attributes=None)
+            entries[name] = ModuleEntry(plain, archive.span(tensor))
+        elif _is_nested(name, tensor):
             raise UnsupportedLayoutError(
                 f"{archive.path}: `module` is nested ({name!r} holds tensors of its own), as "
                 "Megatron-DeepSpeed writes it; this version reads flat state dicts only"
@@ -288,15 +320,39 @@ def _module(
     return entries, odd
 
 
+def _is_nested(name: str, value: Any) -> bool:  # noqa: ANN401
+    """Whether a value of ``module`` is a state dict itself; an extra state may hold anything."""
+    extra = name.endswith("_extra_state")
+    return isinstance(value, Mapping) and not extra and _holds_tensor(value)
+
+
 def _holds_tensor(tree: Mapping[Any, Any]) -> bool:
     pending: list[Any] = [tree]
+    seen = set()
     while pending:
         value = pending.pop()
         if isinstance(value, TensorRef):
             return True
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and id(value) not in seen:
+            seen.add(id(value))
             pending.extend(value.values())
     return False
+
+
+def _names(path: Path, value: Any) -> frozenset[str] | None:  # noqa: ANN401
+    if not isinstance(value, list | tuple | set):
+        return None
+    if not all(isinstance(name, str) for name in value):
+        raise _wrong(path, "buffer_names holds what are no names")
+    return frozenset(value)
+
+
+def _pairs(path: Path, value: Any) -> dict[str, str] | None:  # noqa: ANN401
+    if not isinstance(value, Mapping):
+        return None
+    if not all(isinstance(name, str) for pair in value.items() for name in pair):
+        raise _wrong(path, "shared_params holds what are no names")
+    return dict(value)
 
 
 def _masters(

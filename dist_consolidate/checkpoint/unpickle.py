@@ -16,10 +16,23 @@ import collections
 import dataclasses
 import io
 import pickle
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dist_consolidate.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
+
+# How the name of a stand-in begins that stands for a tensor which cannot be read.
+ODD_TENSOR = "tensor"
+_SPECIAL_REBUILDS = (
+    "_rebuild_sparse_tensor",
+    "_rebuild_nested_tensor",
+    "_rebuild_meta_tensor_no_storage",
+    "_rebuild_qtensor",
+    "_rebuild_wrapper_subclass",
+    "_rebuild_device_tensor_from_numpy",
+    "_rebuild_device_tensor_from_cpu_tensor",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,39 +180,56 @@ class _StorageType:
 def _shape(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     shape = tuple(value)
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise pickle.UnpicklingError(f"a tensor has the shape or stride {shape!r}")
+        text = reprlib.repr(shape)
+        raise pickle.UnpicklingError(f"a tensor has the shape or stride {text}")
     return shape
 
 
 def _rebuild_tensor(
-    storage: StorageRef,
+    storage: Any,  # noqa: ANN401 - a StorageRef, or what stands for a kind that is not known
     offset: int,
     size: Iterable[int],
     stride: Iterable[int],
+    _requires_grad: object = False,
+    _hooks: object = None,
+    metadata: object = None,
     *_rest: object,
-) -> TensorRef:
+) -> Any:  # noqa: ANN401
     shape, steps = _shape(size), _shape(stride)
+    flags = metadata if isinstance(metadata, dict) else {}
+    if flags.get("conj") or flags.get("neg"):
+        return odd_tensor("a conjugated or negated view")
+    if isinstance(storage, Inert):
+        return odd_tensor(storage.foreign_name)
     if not isinstance(storage, StorageRef) or type(offset) is not int or offset < 0:
         raise pickle.UnpicklingError("a tensor does not look into a storage")
     if len(shape) != len(steps):
-        raise pickle.UnpicklingError(f"a tensor has shape {shape} but stride {steps}")
+        raise pickle.UnpicklingError(f"a tensor has {len(shape)} sizes, {len(steps)} strides")
     return TensorRef(storage, storage.dtype, offset, shape, steps)
 
 
 def _rebuild_tensor_v3(
-    storage: StorageRef,
+    storage: Any,  # noqa: ANN401
     offset: int,
     size: Iterable[int],
     stride: Iterable[int],
-    _requires_grad: bool,
-    _hooks: object,
-    dtype: _Known,
+    requires_grad: bool,
+    hooks: object,
+    dtype: Any,  # noqa: ANN401
+    metadata: object = None,
     *_rest: object,
-) -> TensorRef:
+) -> Any:  # noqa: ANN401
     if not isinstance(dtype, _Known) or not isinstance(dtype.meaning, DType):
-        raise pickle.UnpicklingError("a tensor has an unknown element type")
-    built = _rebuild_tensor(storage, offset, size, stride)
+        return odd_tensor("of an element type that is not known")
+    built = _rebuild_tensor(storage, offset, size, stride, requires_grad, hooks, metadata)
+    if not isinstance(built, TensorRef):
+        return built
     return dataclasses.replace(built, dtype=dtype.meaning)
+
+
+def odd_tensor(kind: str) -> Inert:
+    """Stand for a tensor that cannot be read; ``kind`` says why."""
+    return _foreign_class(f"{ODD_TENSOR}: {kind}")()
 
 
 def _rebuild_parameter(data: Any, *_rest: Any) -> Any:  # noqa: ANN401
@@ -209,7 +239,7 @@ def _rebuild_parameter(data: Any, *_rest: Any) -> Any:  # noqa: ANN401
 def _rebuild_from_type(func: Any, _kind: Any, args: Any, state: Any) -> Any:  # noqa: ANN401
     rebuilds = (_rebuild_tensor, _rebuild_tensor_v3, _rebuild_parameter)
     if not isinstance(func, _Known) or func.meaning not in rebuilds:
-        return Inert(func, args, state)
+        return odd_tensor("of a tensor subclass")
     built = func(*args)
     return dataclasses.replace(built, attributes=state) if isinstance(built, TensorRef) else built
 
@@ -227,6 +257,13 @@ def _getattr(owner: Any, name: Any, *_default: Any) -> Any:  # noqa: ANN401
 
 def _foreign_class(full_name: str) -> type[Inert]:
     return type("Inert", (Inert,), {"foreign_name": full_name})
+
+
+def _odd_rebuild(kind: str) -> Callable[..., Inert]:
+    def rebuild(*_args: object) -> Inert:
+        return odd_tensor(kind)
+
+    return rebuild
 
 
 def _encode(text: Any, encoding: Any = "utf-8") -> Any:  # noqa: ANN401
@@ -256,6 +293,9 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("copyreg", "_reconstructor"): _reconstructor,
     ("copy_reg", "_reconstructor"): _reconstructor,
 }
+for _special in _SPECIAL_REBUILDS:
+    _kind_of = _special.removeprefix("_rebuild_").replace("_", " ")
+    _KNOWN["torch._utils", _special] = _odd_rebuild(_kind_of)
 for _builtins in ("builtins", "__builtin__"):
     for _kind in (set, frozenset, list, dict, tuple):
         _KNOWN[_builtins, _kind.__name__] = _kind
@@ -281,16 +321,18 @@ class _Unpickler(pickle.Unpickler):
             self._foreign[key] = _foreign_class(full_name)
         return self._foreign[key]
 
-    def persistent_load(self, pid: Any) -> StorageRef:  # noqa: ANN401
+    def persistent_load(self, pid: Any) -> StorageRef | Inert:  # noqa: ANN401
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("an object is stored outside the file")
         _, kind, key, _location, num_numel = pid[:5]
         known = self._storages.get(key) if isinstance(key, str) else None
         if known is not None:
             return known
+        if isinstance(kind, type) and issubclass(kind, Inert):
+            return odd_tensor(kind.foreign_name)
         kind = kind.meaning if isinstance(kind, _Known) else None
         if not isinstance(kind, _StorageType) or not isinstance(key, str):
-            raise pickle.UnpicklingError("a storage has an unknown element type")
+            raise pickle.UnpicklingError("a storage is none")
         if type(num_numel) is not int or num_numel < 0:
             raise pickle.UnpicklingError(f"storage {key} claims {num_numel!r} elements")
         storage = StorageRef(key, kind.dtype or UINT8, num_numel)

@@ -107,7 +107,7 @@ def frozen(
             continue
         label = f"frozen parameter {name!r}"
         for part in parts:
-            if part.num_numel < part_numel:
+            if part.num_numel != part_numel:
                 problems.add(
                     f"{part.file}: {label} has {part.num_numel} elements here, expected "
                     f"{part_numel} (its values may be offloaded)"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from dist_consolidate.checkpoint.model import Checkpoint, Source
+from dist_consolidate.checkpoint.unpickle import ODD_TENSOR
 from dist_consolidate.errors import CheckpointError, UsageError, listing
 from dist_consolidate.plan.ties import Tie, TieMap, build_tie_map
 
@@ -104,7 +105,11 @@ class _Resolver:
 
     def __init__(self, ckpt: Checkpoint, ties: TieMap, allow_missing: Sequence[str]) -> None:
         self.notes: list[str] = []
-        self.left_out = {name: f"is no tensor ({kind})" for name, kind in ckpt.odd_entries.items()}
+        self.left_out = {
+            name: f"is no tensor ({kind})"
+            for name, kind in ckpt.odd_entries.items()
+            if not kind.startswith(ODD_TENSOR)
+        }
         self.sources = dict(ckpt.partitions)
         for name, source in ckpt.frozen.items():
             self.sources.setdefault(name, source)
@@ -125,7 +130,11 @@ class _Resolver:
             self.sources[name] = key.source
             lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
         self._note_lower(ckpt, lower)
-        self._judge_missing(ckpt, missing, allow_missing)
+        reasons = dict.fromkeys(missing, _why_missing(ckpt))
+        for name, kind in ckpt.odd_entries.items():
+            if kind.startswith(ODD_TENSOR) and name not in self.sources:
+                reasons[name] = f"a {kind}, which is not read"
+        self._judge_missing(ckpt, reasons, allow_missing)
 
     def _note_lower(self, ckpt: Checkpoint, lower: int) -> None:
         if lower and ckpt.stage:
@@ -134,10 +143,11 @@ class _Resolver:
                 "optimizer); their 16-bit values come from `module`"
             )
 
-    def _judge_missing(self, ckpt: Checkpoint, missing: list[str], allowed: Sequence[str]) -> None:
-        reason = _why_missing(ckpt)
-        refused = []
-        for name in missing:
+    def _judge_missing(
+        self, ckpt: Checkpoint, missing: dict[str, str], allowed: Sequence[str]
+    ) -> None:
+        refused: list[str] = []
+        for name, reason in missing.items():
             if any(fnmatchcase(name, pattern) for pattern in allowed):
                 self.left_out[name] = reason
             else:
@@ -148,7 +158,8 @@ class _Resolver:
                     f"{ckpt.tag}: {len(refused)} of {len(ckpt.module)} keys of the model have no "
                     "data in this checkpoint",
                     refused,
-                    f"{reason}. Leave them out with --allow-missing GLOB ('*' for all), or name "
+                    f"{'; '.join(dict.fromkeys(missing[name] for name in refused))}. "
+                    "Leave them out with --allow-missing GLOB ('*' for all), or name "
                     "the key that holds the same parameter with --tie NAME=SOURCE",
                 )
             )

@@ -107,7 +107,7 @@ class _TieBuilder:
                 self._ignore(alias, source, f"{alias} has data of its own")
             elif key is None:
                 self._ignore(alias, source, f"the model has no {alias}")
-            elif alias in self.ckpt.confirmed_ties:
+            elif (alias, source) in self.ckpt.confirmed_ties:
                 self.ties[alias] = Tie(source, "recorded")
             elif source not in self.stored and source not in self.ckpt.module:
                 self._source_is_gone(alias, source)
@@ -133,7 +133,7 @@ class _TieBuilder:
     def _by_identity(self) -> list[list[str]]:
         classes: dict[tuple[object, ...], list[str]] = {}
         for name, key in self.ckpt.module.items():
-            if name not in self.excluded and name not in self.ckpt.confirmed_ties:
+            if name not in self.excluded and name not in self.ties:
                 classes.setdefault(key.identity, []).append(name)
         return list(classes.values())
 
@@ -207,6 +207,13 @@ class _TieBuilder:
             if tie is not None and tie.holder != holder:
                 self._ignore(alias, source, f"{alias} is the same tensor as {tie.holder}")
 
+    def _is_same(self, alias: str, holder: str) -> bool:
+        """Whether a tensor of its own is found to be the holder's, by storage or by value."""
+        own, held = self.ckpt.module[alias], self.ckpt.module.get(holder)
+        shares = held is not None and own.identity == held.identity
+        named = self.user.get(alias, holder)
+        return shares or bool({(alias, holder), (alias, named)} & self.ckpt.confirmed_ties)
+
     def _check_user_tie(self, alias: str, holder: str) -> bool:
         """Note what forbids a tie the user asked for; true if anything does."""
         key, source = self.ckpt.module.get(alias), self.stored.get(holder)
@@ -223,6 +230,11 @@ class _TieBuilder:
             self.conflicts.append(
                 f"{alias}: has shape {list(key.shape)}, but {holder}, which --tie names, has "
                 f"{list(source.shape)}"
+            )
+        elif key is not None and key.source is not None and not self._is_same(alias, holder):
+            self.conflicts.append(
+                f"{alias}: has a tensor of its own in `module`, whose values are not those of "
+                f"{holder}, which --tie names"
             )
         else:
             return False

@@ -51,7 +51,11 @@ class Run:
 
 
 class Assembler:
-    """Fills staging buffers with output bytes and hands them on when they are full."""
+    """Fills staging buffers with output bytes and hands them on when they are full.
+
+    Attributes:
+        overflowed: Tensors that hold infinities after a cast to fp16, whose range ends at 65504.
+    """
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class Assembler:
             submit: Takes a filled one with its runs.
         """
         self._tensors, self._acquire, self._submit = tensors, acquire, submit
+        self.overflowed: set[int] = set()
         self._slot: Slot | None = None
         self._runs: list[Run] = []
 
@@ -121,10 +126,17 @@ class Assembler:
             num_bytes = step * width
             target = slot.tensor[slot.used_bytes : slot.used_bytes + num_bytes]
             _copy(target, block, done, done + step, moved.output_dtype)
+            if moved.output_dtype == torch.float16 != moved.source_dtype:
+                self._watch(tensor, target)
             run = Run(tensor, (start + done) * width, slot.used_bytes, num_bytes)
             self._runs.append(run)
             slot.used_bytes += num_bytes
             done += step
+
+    def _watch(self, tensor: int, written: torch.Tensor) -> None:
+        aligned = written if written.storage_offset() % 2 == 0 else written.clone()
+        if tensor not in self.overflowed and aligned.view(torch.float16).isinf().any():
+            self.overflowed.add(tensor)
 
     def _current(self, width: int) -> Slot:
         if self._slot is not None and self._slot.tensor.numel() - self._slot.used_bytes < width:

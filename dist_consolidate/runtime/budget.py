@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import socket
 
 import torch
 
@@ -65,7 +67,11 @@ def make_budget(world: World, bucket_bytes: int | None) -> Budget:
     """
     if world.device.type == "cpu":
         return Budget(bucket_bytes or CPU_BUCKET_BYTES, _CPU_STAGING_BYTES, None)
-    free_bytes = min(world.control.exchange(_free_device_bytes(world.device)))
+    here = (socket.gethostname(), world.device.index)
+    told = world.control.exchange((here, _free_device_bytes(world.device)))
+    # Ranks that share a device share what is free on it.
+    sharing = collections.Counter(place for place, _ in told)
+    free_bytes = min(free // sharing[place] for place, free in told)
     usable = int(free_bytes * _GPU_SHARE)
     chosen = bucket_bytes or max(_MIN_GPU_BUCKET_BYTES, min(usable // 8, _MAX_GPU_BUCKET_BYTES))
     # A bucket is held as rows twice, gathered once, and stands in front of the writer in part.

@@ -65,11 +65,13 @@ class MoveResult:
         num_bytes_read: Bytes read from shards.
         num_bytes_written: Bytes written to output files.
         checksums: CRC-32 of each range written, if asked for.
+        overflowed: Tensors that hold infinities after a cast to fp16.
     """
 
     num_bytes_read: int
     num_bytes_written: int
     checksums: tuple[Checksum, ...]
+    overflowed: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,11 +156,12 @@ class _Mover:
             with caught:
                 tools = self._open(stack)
             self.world.control.agree(caught.error)
-            self._run_steps(tools)
+            overflowed = self._run_steps(tools)
             return MoveResult(
                 tools.reader.num_bytes_read,
                 tools.writer.num_bytes_written if tools.writer else 0,
                 tuple(tools.writer.checksums) if tools.writer else (),
+                overflowed,
             )
 
     def _open(self, stack: contextlib.ExitStack) -> _Tools:
@@ -205,7 +208,7 @@ class _Mover:
             default=0,
         )
 
-    def _run_steps(self, tools: _Tools) -> None:
+    def _run_steps(self, tools: _Tools) -> frozenset[int]:
         """Go through all rounds; an error here is told in the next one and ends every rank."""
         writer, loader = tools.writer, tools.loader
         assembler = Assembler(self.work.tensors, writer.acquire, writer.submit) if writer else None
@@ -227,6 +230,7 @@ class _Mover:
                 assembler.flush()
                 writer.finish()
         control.agree(caught.error)
+        return frozenset(assembler.overflowed if assembler else ())
 
     def _move_bucket(
         self, step: _Step, row: Row, out: torch.Tensor, assembler: Assembler | None

@@ -91,7 +91,10 @@ def choose_device(request: str, local_rank: int) -> torch.device:
     return torch.device(found.type, local_rank % torch.accelerator.device_count())
 
 
-def _local_rank(environ: Mapping[str, str]) -> int:
+def _device_index(environ: Mapping[str, str]) -> int:
+    """Give the rank's number on its host; in a group without one, the caller's current device."""
+    if "LOCAL_RANK" not in environ and _is_initialized() and torch.accelerator.is_available():
+        return torch.accelerator.current_device_index()
     value = environ.get("LOCAL_RANK", "0")
     if not (value.isascii() and value.isdigit()):
         raise UsageError(f"LOCAL_RANK must be a number; found {value!r}")
@@ -130,7 +133,7 @@ def join_world(device_request: str, *, launch: bool) -> Iterator[World]:
         UsageError: If the environment or the device is wrong.
     """
     rank, size = launched_rank() if launch else (0, 1)
-    device = choose_device(device_request, _local_rank(os.environ))
+    device = choose_device(device_request, _device_index(os.environ))
     with _current_device(device):
         if size > 1 or _is_initialized():
             yield from _distributed(device, rank, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -336,10 +337,13 @@ def test_who_is_recorded_as_tied_to_what_the_user_ties_follows():
     assert {alias: tie.holder for alias, tie in found.ties.items()} == {"c": "a", "d": "a"}
 
 
-def test_the_user_may_replace_a_16_bit_copy():
+def test_the_user_may_replace_a_16_bit_copy_of_the_same_values():
     module = {"a": full("0", EMB), "b": full("1", EMB)}
-    found = settled(ties_of(checkpoint(module, stored={"a": EMB}), b="a"))
-    assert found == {"b": ("a", "--tie")}
+    apart = checkpoint(module, stored={"a": EMB})
+    (conflict,) = ties_of(apart, b="a").conflicts
+    assert conflict.startswith("b: has a tensor of its own in `module`")
+    same = dataclasses.replace(apart, confirmed_ties=frozenset({("b", "a")}))
+    assert settled(ties_of(same, b="a")) == {"b": ("a", "--tie")}
 
 
 @pytest.mark.parametrize(
