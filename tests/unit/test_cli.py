@@ -40,7 +40,7 @@ def run_apart(*arguments: str, rank: str | None = None) -> subprocess.CompletedP
     """Run the command line in an interpreter in which torch must stay unloaded."""
     environment = {k: v for k, v in os.environ.items() if k != "RANK"}
     if rank is not None:
-        environment["RANK"] = rank
+        environment |= {"RANK": rank, "WORLD_SIZE": "2"}
     return subprocess.run(
         [sys.executable, "-c", WATCHED, *arguments],
         cwd=ROOT,
