@@ -114,6 +114,20 @@ def move(work: Work, world: World, transport: Transport, budget: Budget) -> Move
     return mover.run()
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch copy in this thread alone: the loader and the writer want the other cores.
+
+    Its helper threads would spin at the end of every copy, and on a busy machine be waited for.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Mover:
     def __init__(self, work: Work, world: World, transport: Transport, budget: Budget) -> None:
         self.work, self.world, self.transport, self.budget = work, world, transport, budget
@@ -153,6 +167,7 @@ class _Mover:
     def run(self) -> MoveResult:
         caught = Caught()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_one_thread())
             with caught:
                 tools = self._open(stack)
             self.world.control.agree(caught.error)

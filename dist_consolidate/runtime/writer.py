@@ -16,6 +16,7 @@ import torch
 from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.assemble import Run
 from dist_consolidate.runtime.buffers import Slot, use_device
+from dist_consolidate.runtime.writeback import start_writeback
 
 
 class Place(NamedTuple):
@@ -161,6 +162,7 @@ class Writer:
         with _named(self._files[file]):
             while done < len(data):
                 done += os.pwrite(self._descriptors[file], data[done:], offset_bytes + done)
+        start_writeback(self._descriptors[file], offset_bytes, done)
         self.num_bytes_written += done
 
 
