@@ -256,7 +256,7 @@ class _Run:
     def _overflows(self, results: Sequence[MoveResult]) -> list[str]:
         found = frozenset[int]().union(*(result.overflowed for result in results))
         names = [self.plan.tensors[index].name for index in sorted(found)]
-        text = f"beyond the range of fp16, infinities were written in {', '.join(names)}"
+        text = f"fp16 ends at 65504; infinities were written in {', '.join(names)}"
         return [text] if names else []
 
     def _manifest(self, notes: Sequence[str]) -> bytes:

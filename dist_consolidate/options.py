@@ -88,7 +88,9 @@ class Options:
     @property
     def max_shard_bytes(self) -> int | None:
         """Upper bound of a file in bytes; ``None`` for a single file."""
-        if self.max_shard_size is None or str(self.max_shard_size).lower() == "none":
+        if self.max_shard_size is None:
+            return None
+        if _written("max_shard_size", self.max_shard_size).lower() == "none":
             return None
         return _size("max_shard_size", self.max_shard_size)
 
@@ -104,7 +106,7 @@ class Options:
             return None
         if self.writers == "all":
             return size
-        text = str(self.writers)
+        text = _written("writers", self.writers)
         if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
             raise UsageError(f"--writers {text}: must be a number of ranks, at least 1, or all")
         return min(int(text), size)
@@ -124,6 +126,13 @@ class Options:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _written(name: str, value: str | int) -> str:
+    try:
+        return str(value)
+    except ValueError as error:  # Python writes no number of thousands of digits
+        raise UsageError(f"{_flag(name)}: {error}") from error
 
 
 def _size(name: str, value: str | int) -> int:
@@ -175,7 +184,7 @@ def load_config(path: Path) -> dict[str, Any]:
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     values: dict[str, Any] = {}
     for spelling, value in raw.items():

@@ -216,21 +216,31 @@ def scan_integer(path: Path, key: str) -> int | None:
     """
     records = ZipRecords(path)
     try:
-        values = _scan(records.read_small("data.pkl"), key.encode())
-        if len(values) == 1:
-            return values.pop()
-        # The key stands elsewhere too (client state may hold anything): see which is ours.
-        tree = Archive(path).tree if values else None
+        found = _scan(records.read_small("data.pkl"), key.encode())
+        if len(found) == 1:
+            return found[0]
+        # The key may stand elsewhere too (client state can hold anything): see which is ours.
+        tree = Archive(path).tree if found else None
         value = tree.get(key) if isinstance(tree, dict) else None
         return value if type(value) is int else None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _scan(pickled: bytes, key: bytes) -> set[int]:
-    """Match BINUNICODE key, optional memo put, then BININT1, BININT2 or BININT (protocol 2)."""
+def _scan(pickled: bytes, key: bytes) -> list[int]:
+    """Find what may be ``key: integer``: the key's text or a memo reference, then a number.
+
+    Protocol 2: BINUNICODE and BINPUT or LONG_BINPUT where the text stands first, BINGET or
+    LONG_BINGET where it stands again; then BININT1, BININT2 or BININT.
+    """
+    number = rb"(?:K(.)|M(..)|J(....))"
     text = re.escape(b"X" + struct.pack("<I", len(key)) + key)
-    put = rb"(?:q.|r....)?"
-    pattern = re.compile(text + put + rb"(?:K(.)|M(..)|J(....))", re.DOTALL)
-    raw = (next(p for p in match if p) for match in pattern.findall(pickled))
-    return {int.from_bytes(number, "little") for number in raw}
+    put = re.search(text + rb"(?:q(.)|r(....))", pickled, re.DOTALL)
+    again = b""
+    if put is not None:
+        index = int.from_bytes(put[1] or put[2], "little")
+        short = b"|h" + re.escape(bytes([index])) if index < 256 else b""
+        again = short + b"|j" + re.escape(struct.pack("<I", index))
+    pattern = rb"(?:" + text + rb"(?:q.|r....)?" + again + rb")" + number
+    found = re.finditer(pattern, pickled, re.DOTALL)
+    return [int.from_bytes(next(p for p in match.groups() if p), "little") for match in found]

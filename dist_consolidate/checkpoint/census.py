@@ -154,16 +154,18 @@ def _check_rank(
 
 
 def _check_agreement(path: Path, states: Sequence[OptimState], problems: Problems) -> None:
-    for state in states[1:]:
-        for what in ("striped", "zero_stage", "step", "ds_version"):
-            ours, theirs = getattr(states[0], what), getattr(state, what)
-            # A rank may hold nothing that has taken a step.
-            known = what != "step" or None not in (ours, theirs)
-            if ours != theirs and known:
+    # A rank may hold nothing that has taken a step.
+    stepped = [state for state in states if state.step is not None]
+    for what in ("striped", "zero_stage", "step", "ds_version"):
+        having = stepped if what == "step" else states
+        for state in having[1:]:
+            ours, theirs = getattr(having[0], what), getattr(state, what)
+            if ours != theirs:
                 problems.add(
                     f"{path / state.shard.name}: {what} is {theirs}, but {ours} in "
-                    f"{states[0].shard.name}; the files are of different saves"
+                    f"{having[0].shard.name}; the files are of different saves"
                 )
+    for state in states[1:]:
         if len(state.parts) != len(states[0].parts):
             problems.add(
                 f"{path / state.shard.name}: holds {len(state.parts)} flat groups, but "

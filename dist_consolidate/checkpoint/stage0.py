@@ -103,10 +103,9 @@ class _Matching:
         return alike
 
     def _masters(self, alike: dict[tuple[object, ...], list[int]]) -> Iterable[_Master]:
-        used: set[str] = set()
         for group, spans in enumerate(self.model.optimizer or ()):
             if self.model.flat_masters:
-                yield from self._cut(group, spans[0], used)
+                yield from self._cut(group, spans[0])
                 continue
             for span in spans:
                 if span.num_numel:
@@ -121,19 +120,25 @@ class _Matching:
     def _rounded(self, span: TensorSpan, dtype: DType) -> bytes:
         return self.prints.of(Source("module", span.shape, span.dtype, span=span), dtype)
 
-    def _cut(self, group: int, flat: TensorSpan, used: set[str]) -> list[_Master]:
+    def _cut(self, group: int, flat: TensorSpan) -> list[_Master]:
         """Cut a flat master where the views of its 16-bit twin begin and end."""
         views: dict[str, list[int]] = {}
         for place, entry in enumerate(self.entries):
             views.setdefault(entry.ref.storage.key, []).append(place)
-        for key, places in views.items():
-            if key in used or self.entries[places[0]].ref.storage.num_numel != flat.num_numel:
-                continue
-            cut = [_Master(_view(flat, self.entries[p]), group, [p]) for p in places]
-            if all(self._agree(master.span, self.entries[master.places[0]]) for master in cut):
-                used.add(key)
-                return cut
-        return [_Master(flat, group, [])]
+        twins = [places for places in views.values() if self._is_twin(flat, places)]
+        if not twins:
+            return [_Master(flat, group, [])]
+        # Several twins of the same values: each view may belong to any of them.
+        return [
+            _Master(_view(flat, self.entries[place]), group, sorted(p[k] for p in twins))
+            for k, place in enumerate(twins[0])
+        ]
+
+    def _is_twin(self, flat: TensorSpan, places: list[int]) -> bool:
+        entries = [self.entries[place] for place in places]
+        if entries[0].ref.storage.num_numel != flat.num_numel:
+            return False
+        return all(self._agree(_view(flat, entry), entry) for entry in entries)
 
     def _agree(self, span: TensorSpan, entry: ModuleEntry) -> bool:
         theirs = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)

@@ -14,7 +14,7 @@ from typing import Any
 from dist_consolidate.checkpoint.archive import Archive
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
-from dist_consolidate.checkpoint.unpickle import Inert, TensorRef
+from dist_consolidate.checkpoint.unpickle import ODD_TENSOR, Inert, TensorRef
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -117,7 +117,7 @@ def _integer(value: Any) -> int | None:  # noqa: ANN401 - whatever the pickle ho
 
 def _as_mapping(value: Any) -> Mapping[Any, Any] | None:  # noqa: ANN401
     """Accept a mapping, and what stands for an object of a foreign subclass of dict."""
-    if isinstance(value, Inert) and value.items:
+    if isinstance(value, Inert) and not value.args and value.state is None:
         pairs = [item for item in value.items if isinstance(item, tuple) and len(item) == 2]
         return dict(pairs) if len(pairs) == len(value.items) else None
     return value if isinstance(value, Mapping) else None
@@ -145,7 +145,8 @@ def _param_shapes(path: Path, tree: Mapping[str, Any]) -> tuple[Shapes, ...] | N
     value = tree.get("param_shapes")
     if value is None:
         return None
-    groups = [value] if isinstance(value, Mapping) else value
+    single = _as_mapping(value)
+    groups = value if single is None else [single]
     if not isinstance(groups, list | tuple):
         raise _wrong(path, f"param_shapes is a {type(value).__name__}")
     return tuple(_shape_map(path, group, "param_shapes") for group in groups)
@@ -182,8 +183,8 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
     """
     archive = Archive(folder / shard.name)
     tree = _state_of(archive)
-    state = tree.get("optimizer_state_dict")
-    if not isinstance(state, Mapping):
+    state = _as_mapping(tree.get("optimizer_state_dict"))
+    if state is None:
         raise _wrong(archive.path, "has no optimizer_state_dict")
     striped = "fp32_flat_groups" in state
     key = "fp32_flat_groups" if striped else "single_partition_of_fp32_groups"
@@ -214,12 +215,12 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
 def _optimizer_step(archive: Archive, state: Mapping[str, Any]) -> int | None:
     """Find Adam's step: a number, or a tensor of one element, whose few bytes are read."""
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    if not isinstance(inner, Mapping):
-        return None
-    states = inner.get("state")
-    groups = inner.get("param_groups")
-    holders = list(states.values()) if isinstance(states, Mapping) else []
-    holders += groups if isinstance(groups, list) else []
+    # A list of states by group is what elastic checkpoints hold.
+    holders = list(inner) if isinstance(inner, list) else []
+    if isinstance(inner, Mapping):
+        states, groups = inner.get("state"), inner.get("param_groups")
+        holders += states.values() if isinstance(states, Mapping) else ()
+        holders += groups if isinstance(groups, list) else ()
     for holder in holders:
         step = holder.get("step") if isinstance(holder, Mapping) else None
         if isinstance(step, TensorRef):
@@ -266,7 +267,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         raise _wrong(archive.path, "has no `module`")
     module, odd = _module(archive, tree["module"])
     names, shared = tree.get("buffer_names"), tree.get("shared_params")
-    frozen = tree.get("frozen_param_fragments")
+    frozen = _as_mapping(tree.get("frozen_param_fragments"))
     frozen_shapes = tree.get("frozen_param_shapes")
     zero = _zero_config(tree.get("ds_config"))
     masters, flat = _masters(archive, tree.get("optimizer"))
@@ -280,7 +281,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         if frozen_shapes is None
         else _shape_map(archive.path, frozen_shapes, "frozen_param_shapes"),
         frozen=None
-        if not isinstance(frozen, Mapping)
+        if frozen is None
         else dict(zip(frozen, _spans(archive, list(frozen.values()), "frozen"), strict=True)),
         shared_params=_pairs(archive.path, shared),
         optimizer=masters,
@@ -315,9 +316,17 @@ def _module(
                 f"{archive.path}: `module` is nested ({name!r} holds tensors of its own), as "
                 "Megatron-DeepSpeed writes it; this version reads flat state dicts only"
             )
+        elif isinstance(tensor, Inert):
+            odd[name] = _odd_kind(name, tensor)
         else:
-            odd[name] = tensor.foreign_name if isinstance(tensor, Inert) else type(tensor).__name__
+            odd[name] = type(tensor).__name__
     return entries, odd
+
+
+def _odd_kind(name: str, value: Inert) -> str:
+    """Say what an entry is; an object of a foreign class may be a tensor of some kind."""
+    known = value.foreign_name.startswith(ODD_TENSOR) or name.endswith("_extra_state")
+    return value.foreign_name if known else f"{ODD_TENSOR} or object of {value.foreign_name}"
 
 
 def _is_nested(name: str, value: Any) -> bool:  # noqa: ANN401
@@ -348,7 +357,8 @@ def _names(path: Path, value: Any) -> frozenset[str] | None:  # noqa: ANN401
 
 
 def _pairs(path: Path, value: Any) -> dict[str, str] | None:  # noqa: ANN401
-    if not isinstance(value, Mapping):
+    value = _as_mapping(value)
+    if value is None:
         return None
     if not all(isinstance(name, str) for pair in value.items() for name in pair):
         raise _wrong(path, "shared_params holds what are no names")
@@ -360,7 +370,8 @@ def _masters(
     optimizer: Any,  # noqa: ANN401
 ) -> tuple[tuple[tuple[TensorSpan, ...], ...] | None, bool]:
     """Find stage 0's fp32 masters: flat groups (fused) or lists of shaped tensors (unfused)."""
-    if not isinstance(optimizer, Mapping):
+    optimizer = _as_mapping(optimizer)
+    if optimizer is None:
         return None, False
     flat = optimizer.get("fp32_groups_flat")
     if flat is not None:
