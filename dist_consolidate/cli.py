@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from dist_consolidate._version import __version__
 from dist_consolidate.api import run
-from dist_consolidate.errors import ConsolidateError, UsageError
+from dist_consolidate.errors import Caught, ConsolidateError, UsageError
 from dist_consolidate.options import CHOICES, Options, load_config, make_options
+from dist_consolidate.runtime.control import exit_code
 from dist_consolidate.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -53,14 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=CHOICES["dtype"],
-        help="of floating tensors; keep: the most precise copy's own (default: fp32)",
+        help="element type of floating tensors; keep: that of the most precise copy in the "
+        "checkpoint (default: fp32)",
     )
     add("--max-shard-size", metavar="SIZE", help="upper bound of a file, or none (default: 5GB)")
     add(
         "--ties",
         choices=CHOICES["ties"],
         help="tied names: copy (in full; default for safetensors), drop (keep one name), alias "
-        "(share a storage; default for bin)",
+        "(share a storage; bin only, its default)",
     )
     add("--tie", metavar="NAME=SOURCE", action="append", help="a tie to add (repeatable)")
     add(
@@ -159,13 +161,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(error, leads)
 
     try:
-        report = run(ckpt_dir, output_dir, options, launch=True, tell=tell)
-    except ConsolidateError as error:
-        if not told:
-            tell(error)
-        return error.exit_code
+        with (caught := Caught()):
+            report = run(ckpt_dir, output_dir, options, launch=True, tell=tell)
     except KeyboardInterrupt:
         return 130
+    if caught.error is not None:
+        if not told:
+            tell(caught.error)
+        return exit_code(caught.error)
     if leads:
         for line in _summary(report):
             print(line)
@@ -204,10 +207,22 @@ def _summary(report: Report) -> list[str]:
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
         lines.append(f"ties: {', '.join(pairs[:5])}{more}")
     lines += [f"note: {note}" for note in report.notes]
-    lines += [f"left out: {name}: {reason}" for name, reason in report.left_out.items()]
-    rate = report.num_bytes / max(report.duration_sec, 1e-9)
+    lines += _left_out(report)
+    rate = f"{format_bytes(report.num_bytes / max(report.duration_sec, 1e-9))}/s, "
     lines.append(
-        f"done in {report.duration_sec:.1f} s ({format_bytes(rate)}/s, transport "
-        f"{report.transport})"
+        f"done in {report.duration_sec:.1f} s ({rate if report.duration_sec >= 1 else ''}"
+        f"transport {report.transport})"
     )
+    return lines
+
+
+def _left_out(report: Report) -> list[str]:
+    """Name what is not in the result, reason by reason; long lists stand in the manifest."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in report.left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    lines = []
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - 5} more (see consolidation.json)" if len(names) > 5 else ""
+        lines.append(f"left out: {', '.join(names[:5])}{more}: {reason}")
     return lines

@@ -35,7 +35,7 @@ class Report:
     Attributes:
         output_dir: The published folder.
         files: Weight files in it.
-        num_tensors: Names in the result, tied ones included.
+        num_tensors: Names in the weight files; of tied ones all, unless they were dropped.
         num_bytes: Bytes of tensor data in the result.
         ties: Alias to the name that holds its data.
         left_out: Keys that are not in the result, with reasons.
@@ -283,17 +283,21 @@ class _Run:
                 "source": tensor.source.origin,
                 "source_dtype": tensor.source.dtype.name,
             }
-        files = {
-            name: file.name
-            for file in self.plan.files
-            for stored in file.tensors
-            for name in stored.names
-        }
+        files = self._written_names()
         for alias, tie in self.plan.ties.items():
             tied = {"tied_to": tie.holder, "tie_found": tie.found}
             file = files.get(alias, facts[tie.holder]["file"])
             facts[alias] = {**facts[tie.holder], "file": file, **tied}
         return facts
+
+    def _written_names(self) -> dict[str, str]:
+        """Give each name in the result its file; dropped ties are not among them."""
+        return {
+            name: file.name
+            for file in self.plan.files
+            for stored in file.tensors
+            for name in stored.names
+        }
 
     def report(
         self,
@@ -306,7 +310,7 @@ class _Run:
         return Report(
             output_dir=publication.output_dir,
             files=tuple(file.name for file in self.plan.files),
-            num_tensors=len(self.plan.tensors) + len(self.plan.ties),
+            num_tensors=len(self._written_names()),
             num_bytes=self.plan.num_bytes,
             ties={alias: tie.holder for alias, tie in self.plan.ties.items()},
             left_out=self.plan.left_out,

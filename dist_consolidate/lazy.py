@@ -75,6 +75,10 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         self.ties = {alias: tie.holder for alias, tie in plan.ties.items()}
         self.missing, self.notes = plan.left_out, plan.notes
 
+    def __repr__(self) -> str:
+        """Say what it is."""
+        return f"<ZeRO-{self.stage} checkpoint {self.tag}: {len(self)} tensors, step {self.step}>"
+
     def __getitem__(self, name: str) -> LazyTensor:
         """Give a tensor by its key."""
         holder = self.ties.get(name)

@@ -184,8 +184,10 @@ def load_config(path: Path) -> dict[str, Any]:
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--config {path}: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"--config {path}: is no valid TOML: {error}") from error
     values: dict[str, Any] = {}
     for spelling, value in raw.items():
         name = spelling.replace("-", "_")

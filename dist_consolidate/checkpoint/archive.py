@@ -70,7 +70,7 @@ class ZipRecords:
             what = "truncated or damaged" if head.startswith(b"PK") else "not a torch file"
             raise CheckpointError(
                 f"{self.path}: {what}: found {self._num_bytes} bytes without a zip directory at "
-                f"their end ({error}); copy the file again or save again"
+                "their end; copy the file again or save again"
             ) from error
         self._index(entries)
 

@@ -129,10 +129,8 @@ def _latest(root: Path) -> str | None:
         return None
     tag = path.read_bytes().decode("utf-8-sig", "replace").strip().strip("\0")
     if not tag or Path(tag).is_absolute() or ".." in Path(tag).parts:
-        raise CheckpointError(
-            f"{path}: holds {tag!r}, which is no tag (the name of a folder beside it); name the "
-            "right one with --tag"
-        )
+        found = f"holds {tag!r}, which is no tag (a folder beside it)" if tag else "is empty"
+        raise CheckpointError(f"{path}: {found}; name the right one with --tag")
     return tag
 
 
@@ -152,8 +150,8 @@ def find_tag(checkpoint_dir: Path, tag: str | None = None) -> TagFolder:
     try:
         return _find_tag(checkpoint_dir, tag)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise CheckpointError(f"{checkpoint_dir}: cannot be read: {reason}") from error
+        reason, path = error.strerror or str(error), error.filename or checkpoint_dir
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
 
 
 def _find_tag(root: Path, tag: str | None) -> TagFolder:
@@ -167,7 +165,7 @@ def _find_tag(root: Path, tag: str | None) -> TagFolder:
     if tag is not None:
         inside = not Path(tag).is_absolute() and ".." not in Path(tag).parts
         if inside and (root / tag).is_dir():
-            return _folder(root / tag, tag, "asked for")
+            return _folder(root / tag, (root / tag).name, "asked for")
         if root.resolve().name == tag and _holds_shards(root):
             return _folder(root, tag, "asked for")
         raise CheckpointError(listing(f"{root}: has no tag {tag!r}; found", _tags(tags)))
@@ -188,8 +186,9 @@ def _find_tag(root: Path, tag: str | None) -> TagFolder:
     if not with_shards:
         raise CheckpointError(_nothing_found(root, tags))
     newest = _newest(with_shards)
-    others = len(with_shards) - 1
-    return _folder(newest, newest.name, f"no `latest`; the newest of {others + 1} tags")
+    count = len(with_shards)
+    chosen = f"the newest of {count} tags" if count > 1 else "the only tag"
+    return _folder(newest, newest.name, f"no `latest`; {chosen}")
 
 
 def _tags(folders: dict[str, Path]) -> list[str]:
@@ -212,7 +211,7 @@ def _nothing_found(root: Path, entries: dict[str, Path]) -> str:
         )
     runs = sorted(n for n, p in entries.items() if p.is_dir() and (p / "latest").is_file())
     if runs:
-        return listing(f"{root}: holds several checkpoints; pass one of them", runs)
+        return listing(f"{root}: holds checkpoints; pass one of them", runs)
     return (
         f"{root}: no file named like a DeepSpeed shard (mp_rank_00_model_states.pt, "
         "zero_pp_rank_0_mp_rank_00_optim_states.pt, ...) here or one folder down; pass the folder "

@@ -95,9 +95,11 @@ def resolve(
 def _raise_conflicts(checkpoint: Checkpoint, ties: TieMap, user: dict[str, str]) -> None:
     if not ties.conflicts:
         return
-    kind = UsageError if user else CheckpointError
+    if user:
+        raise UsageError(listing("--tie cannot be followed", ties.conflicts))
     advice = "settle each with --tie NAME=SOURCE"
-    raise kind(listing(f"{checkpoint.tag}: ties contradict each other", ties.conflicts, advice))
+    head = f"{checkpoint.tag}: ties contradict each other"
+    raise CheckpointError(listing(head, ties.conflicts, advice))
 
 
 class _Resolver:

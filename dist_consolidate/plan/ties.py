@@ -102,6 +102,8 @@ class _TieBuilder:
         for alias, source in self.ckpt.recorded_ties.items():
             key = self.ckpt.module.get(alias)
             if alias in self.user:
+                if self.user[alias] != source:
+                    self._ignore(alias, source, f"--tie says {self.user[alias]}")
                 continue
             if alias in self.stored:
                 self._ignore(alias, source, f"{alias} has data of its own")
@@ -207,6 +209,15 @@ class _TieBuilder:
             if tie is not None and tie.holder != holder:
                 self._ignore(alias, source, f"{alias} is the same tensor as {tie.holder}")
 
+    def _twins(self, alias: str) -> set[str]:
+        """Names with stored data that share a name's storage record."""
+        key = self.ckpt.module.get(alias)
+        if key is None:
+            return set()
+        return {n for n in self.stored if n in self.ckpt.module} & {
+            name for name, other in self.ckpt.module.items() if other.identity == key.identity
+        }
+
     def _is_same(self, alias: str, holder: str) -> bool:
         """Whether a tensor of its own is found to be the holder's, by storage or by value."""
         own, held = self.ckpt.module[alias], self.ckpt.module.get(holder)
@@ -226,6 +237,11 @@ class _TieBuilder:
             self.conflicts.append(f"{alias}: has data of its own, which --tie must not replace")
         elif source is None:
             self.conflicts.append(f"{alias}: --tie names {holder}, which holds no data")
+        elif self._twins(alias) - {holder}:
+            self.conflicts.append(
+                f"{alias}: is the same tensor as {min(self._twins(alias))} by storage record, not "
+                f"as {holder}, which --tie names"
+            )
         elif key is not None and key.source is not None and key.shape != source.shape:
             self.conflicts.append(
                 f"{alias}: has shape {list(key.shape)}, but {holder}, which --tie names, has "

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import datetime
 import errno
+import re
 from typing import Any
 
 from dist_consolidate.errors import ConsolidateError, RankError, ResourceError
@@ -21,6 +22,8 @@ _LOST = (
     "contact with another rank was lost: it was killed, it ran into its timeout of "
     f"{int(TIMEOUT.total_seconds() // 60)} minutes, or its node or network is gone"
 )
+# How gloo's words for that look; any other error of a collective is told as it is.
+_LOST_WORDS = re.compile(r"connect|timed? ?out|broken pipe|peer|socket|closed|reset", re.I)
 
 
 class Control:
@@ -58,7 +61,7 @@ class Control:
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            raise RankError(f"{_LOST} ({_first_line(error)})") from error
+            raise _lost(error) from error
         return values
 
     def broadcast(self, value: Any) -> Any:  # noqa: ANN401 - anything picklable
@@ -81,7 +84,7 @@ class Control:
         try:
             dist.broadcast_object_list(values, src=0, group=self._group)
         except RuntimeError as error:
-            raise RankError(f"{_LOST} ({_first_line(error)})") from error
+            raise _lost(error) from error
         return values[0]
 
     def part(self) -> None:
@@ -109,7 +112,7 @@ class Control:
         try:
             dist.gather_object(value, values or None, dst=0, group=self._group)
         except RuntimeError as error:
-            raise RankError(f"{_LOST} ({_first_line(error)})") from error
+            raise _lost(error) from error
         return values
 
     def agree(self, error: Exception | None) -> None:
@@ -158,7 +161,7 @@ class Control:
         try:
             work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         except RuntimeError as lost:
-            raise RankError(f"{_LOST} ({_first_line(lost)})") from lost
+            raise _lost(lost) from lost
         self._pending.append((work, flag))
 
     def _wait(self, error: Exception | None) -> None:
@@ -178,7 +181,7 @@ class Control:
         try:
             work.wait()
         except RuntimeError as lost:
-            raise RankError(f"{_LOST} ({_first_line(lost)})") from lost
+            raise _lost(lost) from lost
         return bool(flag.item())
 
     def _raise_all(self, error: Exception | None) -> None:
@@ -224,6 +227,12 @@ def exit_code(error: Exception) -> int:
     """Tell the exit code that an error ends the program with."""
     error = explained(error)
     return error.exit_code if isinstance(error, ConsolidateError) else 1
+
+
+def _lost(error: Exception) -> RankError:
+    line = _first_line(error)
+    known = _LOST_WORDS.search(line) is not None
+    return RankError(f"{_LOST} ({line})" if known else f"the ranks cannot talk: {line}")
 
 
 def _first_line(error: Exception) -> str:

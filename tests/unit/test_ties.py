@@ -307,19 +307,26 @@ def test_a_tie_the_user_adds_to_an_alias():
 def test_the_user_settles_a_conflict():
     module = {n: placeholder(r) for n, r in (("a", "0"), ("b", "1"), ("c", "2"), ("d", "2"))}
     ckpt = checkpoint(module, stored={"a": EMB, "b": EMB}, recorded={"c": "a", "d": "b"})
-    assert settled(ties_of(ckpt, c="a", d="a")) == {"c": ("a", "--tie"), "d": ("a", "--tie")}
+    found = ties_of(ckpt, c="a", d="a")
+    assert found.conflicts == ()
+    assert found.notes == ("recorded tie d -> b was not followed: --tie says a",)
+    assert found.ties == {"c": Tie("a", "--tie"), "d": Tie("a", "--tie")}
 
 
 def test_the_user_overrules_a_record():
     module = {name: placeholder(name) for name in "abc"}
     ckpt = checkpoint(module, stored={"a": EMB, "b": EMB}, recorded={"c": "a"})
-    assert settled(ties_of(ckpt, c="b")) == {"c": ("b", "--tie")}
+    found = ties_of(ckpt, c="b")
+    assert found.conflicts == ()
+    assert found.notes == ("recorded tie c -> a was not followed: --tie says b",)
+    assert found.ties == {"c": Tie("b", "--tie")}
 
 
-def test_the_user_overrules_the_storage():
+def test_the_user_cannot_overrule_the_storage():
     module = {n: placeholder(r) for n, r in (("a", "0"), ("b", "1"), ("c", "0"))}
     ckpt = checkpoint(module, stored={"a": EMB, "b": EMB})
-    assert settled(ties_of(ckpt, c="b")) == {"c": ("b", "--tie")}
+    (conflict,) = ties_of(ckpt, c="b").conflicts
+    assert conflict.startswith("c: is the same tensor as a by storage record, not as b")
 
 
 def test_who_shares_a_record_with_what_the_user_ties_follows():
