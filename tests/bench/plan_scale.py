@@ -103,15 +103,16 @@ class States:
             TensorSpan(job.shard.name, 64, FLOAT32, (numel,), (1,)) for numel in self.part_numel
         ]
         return OptimState(
-            job.shard,
-            self.stage == 3,
-            self.stage,
-            (self.shards,),
-            tuple(spans),
-            None,
-            None,
-            False,
-            "0",
+            shard=job.shard,
+            striped=self.stage == 3,
+            zero_stage=self.stage,
+            partition_counts=(self.shards,),
+            parts=tuple(spans),
+            param_shapes=None,
+            alignment_paddings=None,
+            expert_groups=False,
+            step=1,
+            ds_version="0",
         )
 
     def _model(self, shard: ShardFile) -> ModelState:
