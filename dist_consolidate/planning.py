@@ -124,7 +124,7 @@ def on_rank_0(control: Control, action: Callable[[], _T]) -> _T:
     raised = explained(error) if error is not None else RankError(*failed)
     if isinstance(raised, ConsolidateError):
         raised.agreed = True
-    raise raised from error
+    raise raised
 
 
 def _shards_here(path: Path) -> tuple[ShardFile, ...]:

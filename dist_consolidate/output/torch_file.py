@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from dist_consolidate.checkpoint.extents import contiguous_stride
 from dist_consolidate.dtypes import DType
 from dist_consolidate.plan.outputs import StoredTensor
 
@@ -231,7 +232,7 @@ class _TensorStandIn:
         # The pickler remembers objects by identity; fresh tuples keep the bytes independent of
         # whether the caller's shapes happen to be one object.
         size = tuple(list(self.shape))
-        arguments = (self.storage, 0, size, _contiguous_stride(size), False, hooks)
+        arguments = (self.storage, 0, size, contiguous_stride(size), False, hooks)
         dtype = self.storage.dtype
         if dtype.storage_class is None:
             return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, dtype.name))
@@ -256,11 +257,3 @@ def _pickled(tensors: tuple[StoredTensor, ...]) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(state)
     return buffer.getvalue()
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step_numel = [], 1
-    for extent in reversed(shape):
-        strides.append(step_numel)
-        step_numel *= max(extent, 1)
-    return tuple(reversed(strides))

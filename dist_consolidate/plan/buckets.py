@@ -16,6 +16,7 @@ Legend: ``N`` parts of a group, addresses are bytes from the start of a row or s
 
 from __future__ import annotations
 
+import abc
 import bisect
 import dataclasses
 import math
@@ -79,7 +80,7 @@ class _Section:
     need_bytes: int = 0
 
 
-class Phase:
+class Phase(abc.ABC):
     """A table of rows, cut into buckets of columns.
 
     Attributes:
@@ -95,17 +96,17 @@ class Phase:
         self.row_bytes = min(share, _aligned(total_bytes))
         self.num_buckets = -(-total_bytes // self.row_bytes) if total_bytes else 0
 
+    @abc.abstractmethod
     def reads(self, bucket: int, row: int) -> Iterator[Read]:
         """Give what to fetch for one row of a bucket."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def pieces(self, bucket: int) -> Iterator[Piece]:
         """Give the pieces of tensors that the rows of a bucket hold."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def row_files(self, row: int) -> frozenset[str]:
         """Name the shards that a row is read from, in whichever bucket."""
-        raise NotImplementedError
 
 
 class LanePhase(Phase):

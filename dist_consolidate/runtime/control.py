@@ -141,7 +141,7 @@ class Control:
         """
         if self.size == 1:
             if error is not None:
-                raise explained(error) from error
+                raise explained(error)
             return
         self._lag = lag
         self._issue(error)
