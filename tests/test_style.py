@@ -24,7 +24,7 @@ ROOMS = {
     "checkpoint": {"checkpoint"},
     "plan": {"checkpoint", "plan"},
     "runtime": {"checkpoint", "plan", "runtime"},
-    "output": {"plan", "output"},
+    "output": {"checkpoint", "plan", "output"},
 }
 # Modules that must be importable in milliseconds.
 WITHOUT_TORCH = {"__init__", "__main__", "cli", "checkpoint"} | COMMON
