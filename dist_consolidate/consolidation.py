@@ -232,10 +232,11 @@ class _Run:
 
         def publish() -> tuple[int, tuple[str, ...]]:
             notes = (*self.plan.notes, *self._overflows(results))
-            for index, layout in enumerate(self.layouts):
+            ledgers = self._ledgers(results)
+            for file, layout, ledger in zip(self.plan.files, self.layouts, ledgers, strict=True):
                 if layout.needs_crc:
-                    crcs = self._checksums(index, results)
-                    path = publication.work_dir / self.plan.files[index].name
+                    crcs = ledger.tensor_crcs(file.tensors)
+                    path = publication.work_dir / file.name
                     _write_blocks(path, layout.finishing_blocks(crcs))
             publication.write_file(MANIFEST_NAME, self._manifest(notes))
             if len(self.plan.files) > 1:
@@ -245,13 +246,14 @@ class _Run:
 
         return on_rank_0(self.world.control, publish)
 
-    def _checksums(self, file: int, results: Sequence[MoveResult]) -> tuple[int, ...]:
-        ledger = CrcLedger()
+    def _ledgers(self, results: Sequence[MoveResult]) -> list[CrcLedger]:
+        """Sort what all ranks noted by file, in one pass."""
+        ledgers = [CrcLedger() for _ in self.plan.files]
         for result in results:
             for check in result.checksums:
-                if check.file == file:
-                    ledger.add(check.tensor, check.start_bytes, check.num_bytes, check.crc)
-        return ledger.tensor_crcs(self.plan.files[file].tensors)
+                ledger = ledgers[check.file]
+                ledger.add(check.tensor, check.start_bytes, check.num_bytes, check.crc)
+        return ledgers
 
     def _overflows(self, results: Sequence[MoveResult]) -> list[str]:
         found = frozenset[int]().union(*(result.overflowed for result in results))

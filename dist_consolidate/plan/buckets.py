@@ -133,8 +133,7 @@ class LanePhase(Phase):
             self._sections.append(section)
             base += _aligned(length)
         self._bases = [section.base_bytes for section in self._sections]
-        self._num_parts = len(groups[0].parts)
-        super().__init__(self._num_parts, base, row_bytes)
+        super().__init__(len(groups[0].parts), base, row_bytes)
 
     def _overlapping(self, bucket: int) -> Iterator[tuple[_Section, int, int, int]]:
         """Give each section of a bucket with its byte range, and where that lies in the row."""
@@ -162,7 +161,7 @@ class LanePhase(Phase):
             width = section.group.dtype.itemsize_bytes
             if section.group.striped:
                 columns = (start // width, stop // width)
-                yield from _striped_pieces(section, columns, at, self._num_parts)
+                yield from _striped_pieces(section, columns, at, self.num_rows)
                 continue
             for row, origin in enumerate(section.starts_bytes):
                 end = min(stop, _useful_bytes(section, row))

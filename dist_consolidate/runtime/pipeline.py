@@ -132,6 +132,10 @@ class _Mover:
     def __init__(self, work: Work, world: World, transport: Transport, budget: Budget) -> None:
         self.work, self.world, self.transport, self.budget = work, world, transport, budget
         self.placements = [self._place(phase) for phase in work.phases]
+        self.positions = [
+            placement.position(phase.num_rows)
+            for phase, placement in zip(work.phases, self.placements, strict=True)
+        ]
         self.steps = list(self._steps())
         self.writes = world.rank < work.num_writers
 
@@ -256,4 +260,4 @@ class _Mover:
         rows = row.tensor[:num_bytes].view(-1, phase.row_bytes)
         table = self.transport.exchange(rows, out, placement, step.writer)
         if table is not None and assembler is not None:
-            assembler.take(table, placement.position(phase.num_rows), phase.pieces(step.bucket))
+            assembler.take(table, self.positions[step.phase], phase.pieces(step.bucket))
