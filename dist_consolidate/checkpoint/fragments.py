@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan
@@ -29,37 +31,95 @@ class Read:
     stop_numel: int = 0
 
 
-def fragments(source: Source, groups: Sequence[FlatGroup]) -> Iterator[Read]:
-    """Give what to read to have a tensor whole.
+class Fragments:
+    """Finds the fragments of any elements of any tensor."""
+
+    def __init__(self, groups: Sequence[FlatGroup]) -> None:
+        """Remember the flat groups of the checkpoint."""
+        self._groups = groups
+        # Where each part begins in the concatenation of stages 1 and 2; filled when needed.
+        self._origins: dict[int, list[int]] = {}
+
+    def reads(self, source: Source, start_numel: int, stop_numel: int) -> Iterator[Read]:
+        """Give what to read to have a range of a tensor's elements.
+
+        Args:
+            source: Where the tensor lies.
+            start_numel: The first element, in row-major order.
+            stop_numel: Behind the last element.
+
+        Yields:
+            Reads; ``at_bytes`` counts from the first element's first byte. Together they fill the
+            range exactly.
+        """
+        if start_numel >= stop_numel:
+            return
+        width = source.dtype.itemsize_bytes
+        if source.span is not None:
+            yield span_read(source.span, start_numel * width, stop_numel * width, 0)
+            return
+        assert source.slot is not None
+        slot, group = source.slot, self._groups[source.slot.group]
+        if not group.striped:
+            origin = slot.offset_numel * width
+            low, high = origin + start_numel * width, origin + stop_numel * width
+            yield from concatenated_reads(group.parts, self._starts(slot.group), low, high, 0)
+            return
+        taken, at = slot.part_numel, start_numel
+        while at < stop_numel:
+            index, inside = divmod(at, taken)
+            count, part = min(taken - inside, stop_numel - at), group.parts[index]
+            offset = part.offset_bytes + (slot.offset_numel + inside) * width
+            extent = Extent(part.file, offset, count * width)
+            yield Read((at - start_numel) * width, extent)
+            at += count
+
+    def _starts(self, group: int) -> list[int]:
+        if group not in self._origins:
+            self._origins[group] = part_starts_bytes(self._groups[group].parts)
+        return self._origins[group]
+
+
+def part_starts_bytes(parts: Sequence[Extent]) -> list[int]:
+    """Give where each part begins if they are put one behind the other."""
+    return [0, *itertools.accumulate(part.num_bytes for part in parts)][:-1]
+
+
+def concatenated_reads(
+    parts: Sequence[Extent], starts_bytes: Sequence[int], low: int, high: int, at_bytes: int
+) -> Iterator[Read]:
+    """Give the reads for a range of parts put one behind the other.
 
     Args:
-        source: Where it lies.
-        groups: The flat groups of the checkpoint.
+        parts: The parts.
+        starts_bytes: Where each begins.
+        low: First byte.
+        high: Behind the last byte.
+        at_bytes: Where the first byte goes.
 
     Yields:
-        Reads; ``at_bytes`` counts from the tensor's first byte. Together they fill it exactly.
+        One read for each part that the range touches.
     """
-    width, total = source.dtype.itemsize_bytes, source.num_numel
-    if not total:
-        return
-    if source.span is not None:
-        whole = source.span.extent() if source.span.is_contiguous else None
-        yield Read(0, whole, None if whole else source.span, 0, total)
-        return
-    assert source.slot is not None
-    group, slot = groups[source.slot.group], source.slot
-    if group.striped:
-        taken = slot.part_numel
-        for index, part in enumerate(group.parts[: -(-total // taken)]):
-            count = min(taken, total - index * taken)
-            offset = part.offset_bytes + slot.offset_numel * width
-            yield Read(index * taken * width, Extent(part.file, offset, count * width))
-        return
-    low, high = slot.offset_numel * width, (slot.offset_numel + total) * width
-    origin = 0
-    for part in group.parts:
+    first = max(bisect.bisect_right(starts_bytes, low) - 1, 0)
+    for index in range(first, len(parts)):
+        origin, part = starts_bytes[index], parts[index]
+        if origin >= high:
+            return
         start, stop = max(low, origin), min(high, origin + part.num_bytes)
         if start < stop:
             extent = Extent(part.file, part.offset_bytes + start - origin, stop - start)
-            yield Read(start - low, extent)
-        origin += part.num_bytes
+            yield Read(at_bytes + start - low, extent)
+
+
+def span_read(span: TensorSpan, start_bytes: int, stop_bytes: int, at_bytes: int) -> Read:
+    """Give the read for a range of a whole tensor's row-major bytes (of whole elements)."""
+    if span.is_contiguous:
+        extent = Extent(span.file, span.offset_bytes + start_bytes, stop_bytes - start_bytes)
+        return Read(at_bytes, extent)
+    width = span.dtype.itemsize_bytes
+    return Read(at_bytes, None, span, start_bytes // width, stop_bytes // width)
+
+
+def fragments(source: Source, groups: Sequence[FlatGroup]) -> Iterator[Read]:
+    """Give what to read to have a tensor whole (see :meth:`Fragments.reads`)."""
+    return Fragments(groups).reads(source, 0, source.num_numel)
