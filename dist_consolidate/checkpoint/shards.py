@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import errno
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +18,15 @@ from dist_consolidate.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-# One preadv may ask for at most 0x7ffff000 bytes on Linux.
+# One preadv may ask for at most 0x7ffff000 bytes and IOV_MAX places on Linux.
 _MAX_READ_BYTES = 1 << 30
+_MAX_PLACES = 1024
 # Strided tensors are gathered from spans of the file of about this size.
 _SPAN_BYTES = 4 << 20
 
 
 class ShardReader:
-    """Reads from the shards of one tag folder; not for use by several threads at once."""
+    """Reads from the shards of one tag folder; several threads may read at once."""
 
     def __init__(self, folder: Path, file_bytes: Mapping[str, int]) -> None:
         """Open nothing yet.
@@ -31,7 +36,8 @@ class ShardReader:
             file_bytes: The size of each shard when it was planned with.
         """
         self._folder, self._file_bytes = folder, file_bytes
-        self._descriptors: dict[str, int] = {}
+        self._descriptors: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
         self.num_bytes_read = 0
 
     def close(self) -> None:
@@ -53,45 +59,90 @@ class ShardReader:
         if read.extent is not None:
             extent = read.extent
             target = buffer[read.at_bytes : read.at_bytes + extent.num_bytes]
-            self._read(extent.file, extent.offset_bytes, target)
+            self.scatter(extent.file, extent.offset_bytes, [target])
         elif read.span is not None:
             self._fill_strided(buffer[read.at_bytes :], read)
 
-    def _read(self, file: str, offset_bytes: int, target: memoryview) -> None:
-        descriptor = self._descriptor(file)
-        done = 0
-        while done < len(target):
-            chunk = target[done : done + _MAX_READ_BYTES]
+    def scatter(self, file: str, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        """Read a range of a shard into several places, in as few calls as possible.
+
+        Args:
+            file: The shard.
+            offset_bytes: Where the range begins.
+            targets: Where its bytes go, one place after another.
+
+        Raises:
+            CheckpointError: If the shard is gone, changed or cut short meanwhile.
+        """
+        descriptor = self.descriptor(file)
+        waiting, done = collections.deque(targets), 0
+        while waiting:
+            batch = _batch(waiting)
             try:
-                count = os.preadv(descriptor, [chunk], offset_bytes + done)
+                count = os.preadv(descriptor, batch, offset_bytes + done)
             except OSError as error:
                 raise CheckpointError(
                     f"{self._folder / file}: cannot be read at byte {offset_bytes + done}: "
                     f"{error.strerror or error}"
                 ) from error
-            if not count:
-                raise CheckpointError(
-                    f"{self._folder / file}: ended at byte {offset_bytes + done} while being "
-                    f"read, expected {len(target) - done} bytes more; it was changed or cut short"
-                )
             done += count
-        self.num_bytes_read += done
+            if not count and any(batch):
+                raise self.cut_short(file, offset_bytes + done, sum(map(len, waiting)))
+            _drop(waiting, count)
+        self.count(done)
 
-    def _descriptor(self, file: str) -> int:
-        if file not in self._descriptors:
-            path = self._folder / file
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}") from error
-            self._descriptors[file] = descriptor
-            size = os.fstat(descriptor).st_size
-            if size != self._file_bytes.get(file, size):
-                raise CheckpointError(
-                    f"{path}: has {size} bytes, but had {self._file_bytes[file]} when its "
-                    "metadata was read; it was changed meanwhile"
-                )
-        return self._descriptors[file]
+    def cut_short(self, file: str, offset_bytes: int, num_missing_bytes: int) -> CheckpointError:
+        """Make the error for a shard that ended too early.
+
+        Args:
+            file: The shard.
+            offset_bytes: Where it ended.
+            num_missing_bytes: What was to be read behind that.
+
+        Returns:
+            The error.
+        """
+        return CheckpointError(
+            f"{self._folder / file}: ended at byte {offset_bytes} while being read, expected "
+            f"{num_missing_bytes} bytes more; it was changed or cut short"
+        )
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that were read, by whatever call."""
+        with self._lock:
+            self.num_bytes_read += num_bytes
+
+    def descriptor(self, file: str, flags: int = 0) -> int:
+        """Give a shard's file descriptor, which stays this reader's.
+
+        Args:
+            file: The shard.
+            flags: For open(2), on top of those for reading.
+
+        Raises:
+            CheckpointError: If it cannot be opened, or has another size than when planned with.
+            OSError: If the file system does not know these flags (``EINVAL``).
+        """
+        with self._lock:
+            if (file, flags) not in self._descriptors:
+                self._open(file, flags)
+            return self._descriptors[file, flags]
+
+    def _open(self, file: str, flags: int) -> None:
+        path = self._folder / file
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        except OSError as error:
+            if flags and error.errno == errno.EINVAL:
+                raise  # this file system cannot open files that way
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        self._descriptors[file, flags] = descriptor
+        size = os.fstat(descriptor).st_size
+        if size != self._file_bytes.get(file, size):
+            raise CheckpointError(
+                f"{path}: has {size} bytes, but had {self._file_bytes[file]} when its "
+                "metadata was read; it was changed meanwhile"
+            )
 
     def _fill_strided(self, target: memoryview, read: Read) -> None:
         import torch
@@ -113,7 +164,7 @@ class ShardReader:
         span_bytes = box.reach_numel * width
         if span_bytes <= max(_SPAN_BYTES, 2 * box.num_numel * width):
             data = bytearray(span_bytes)
-            self._read(box.file, box.offset_bytes, memoryview(data))
+            self.scatter(box.file, box.offset_bytes, [memoryview(data)])
             source = torch.frombuffer(data, dtype=torch.uint8)
             strides = [step * width for step in box.stride]
             out.copy_(source.as_strided((*box.shape, width), (*strides, 1)))
@@ -128,6 +179,26 @@ class ShardReader:
             offset = box.offset_bytes + index * box.stride[longest] * width
             part = TensorSpan(box.file, offset, box.dtype, shape, stride)
             self._read_box(out.select(longest, index), part)
+
+
+def _batch(waiting: collections.deque[memoryview]) -> list[memoryview]:
+    """Give the first places, as many as one call may fill."""
+    batch: list[memoryview] = []
+    room = _MAX_READ_BYTES
+    for place in itertools.islice(waiting, _MAX_PLACES):
+        batch.append(place[:room])
+        room -= len(batch[-1])
+        if not room:
+            break
+    return batch
+
+
+def _drop(waiting: collections.deque[memoryview], num_bytes: int) -> None:
+    """Take away what has been filled."""
+    while waiting and len(waiting[0]) <= num_bytes:
+        num_bytes -= len(waiting.popleft())
+    if num_bytes:
+        waiting[0] = waiting[0][num_bytes:]
 
 
 def boxes(span: TensorSpan, start: int, stop: int, max_numel: int) -> Iterator[TensorSpan]:
