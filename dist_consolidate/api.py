@@ -11,8 +11,8 @@ from dist_consolidate.errors import ConsolidateError
 from dist_consolidate.options import Options, make_options
 
 if TYPE_CHECKING:
-    from dist_consolidate.consolidation import Report
     from dist_consolidate.lazy import LazyCheckpoint
+    from dist_consolidate.report import Report
 
 StrPath = str | os.PathLike[str]
 
@@ -33,7 +33,9 @@ def consolidate(
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
     device: str = "auto",
+    io: str = "auto",
     overwrite: bool = False,
+    dry_run: bool = False,
 ) -> Report:
     """Turn a ZeRO checkpoint into weight files with every key of the model.
 
@@ -57,7 +59,10 @@ def consolidate(
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
         device: ``auto``, ``cpu`` or ``cuda``.
+        io: ``auto``, ``buffered`` or ``direct``: whether ``direct`` transport reads and writes
+            through the page cache.
         overwrite: Replace an earlier result.
+        dry_run: Plan only; nothing is written, and the report says what would be.
 
     Returns:
         The report, on every rank.
@@ -79,7 +84,9 @@ def consolidate(
             "writers": writers,
             "bucket_size": bucket_size,
             "device": device,
+            "io": io,
             "overwrite": overwrite,
+            "dry_run": dry_run,
         }
     )
     return run(ckpt_dir, output_dir, options, launch=False)
@@ -113,7 +120,8 @@ def run(
     from dist_consolidate.runtime.world import join_world
 
     target = None if output_dir is None else Path(output_dir)
-    with join_world(options.device, launch=launch) as world:
+    lean = options.device != "cuda" and options.transport in ("auto", "direct")
+    with join_world(options.device, launch=launch, lean=lean) as world:
         try:
             return run_consolidation(Path(ckpt_dir), target, options, world)
         except Exception as error:

@@ -23,7 +23,7 @@ from dist_consolidate.runtime.control import exit_code
 from dist_consolidate.units import format_bytes, plural
 
 if TYPE_CHECKING:
-    from dist_consolidate.consolidation import Report
+    from dist_consolidate.report import Report
 
 _DESCRIPTION = """\
 Consolidate the ZeRO shards of a DeepSpeed run into safetensors or .bin files with every key of
@@ -90,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
         help="what one round moves, all ranks together (default: auto)",
     )
     add("--device", choices=CHOICES["device"], help="default: auto")
+    add(
+        "--io",
+        choices=CHOICES["io"],
+        help="direct transport: buffered (through the page cache), direct (past it), auto: "
+        "buffered, copied by the kernel where it can, or as the first part of a large result "
+        "turns out (default: auto)",
+    )
+    add("--dry-run", action="store_true", help="say what would be written; write nothing")
     add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
     add("--config", metavar="FILE.toml", help="options from a file; the command line wins")
     add("--version", action="version", version=f"%(prog)s {__version__}")
@@ -195,12 +203,12 @@ def _tell(error: Exception, leads: bool) -> None:
 
 
 def _summary(report: Report) -> list[str]:
-    facts = report.facts
+    facts, verb = report.facts, "would be " if report.is_dry_run else ""
     found = f"tag {facts['tag']} ({facts['tag_chosen']}), ZeRO stage {facts['stage']}"
     lines = [
         f"{found}, {plural(int(facts['world_size'] or 1), 'rank')}, step {facts['step']}",
         f"{plural(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)} in "
-        f"{plural(len(report.files), 'file')} at {report.output_dir}",
+        f"{plural(len(report.files), 'file')} {verb}at {report.output_dir}",
     ]
     if report.ties:
         pairs = [f"{alias} = {holder}" for alias, holder in report.ties.items()]
@@ -208,11 +216,37 @@ def _summary(report: Report) -> list[str]:
         lines.append(f"ties: {', '.join(pairs[:5])}{more}")
     lines += [f"note: {note}" for note in report.notes]
     lines += _left_out(report)
+    return lines + (_forecast(report) if report.is_dry_run else _times(report))
+
+
+def _times(report: Report) -> list[str]:
     rate = f"{format_bytes(report.num_bytes / max(report.duration_sec, 1e-9))}/s, "
-    lines.append(
-        f"done in {report.duration_sec:.1f} s ({rate if report.duration_sec >= 1 else ''}"
-        f"transport {report.transport})"
+    parts = (
+        f"planning {report.planning_sec:.1f}, moving {report.moving_sec:.1f}, "
+        f"publishing {report.publishing_sec:.1f}"
     )
+    done = f"done in {report.duration_sec:.1f} s"
+    return [
+        f"{done} ({rate}{parts}; transport {report.transport})"
+        if report.duration_sec >= 1
+        else f"{done} (transport {report.transport})"
+    ]
+
+
+def _forecast(report: Report) -> list[str]:
+    """Say what the ranks would do, those that do the same together."""
+    lines = [f"transport {report.transport}; nothing was written (--dry-run)"]
+    by_work: dict[str, list[int]] = {}
+    for rank, work in enumerate(report.ranks):
+        text = (
+            f"reads {format_bytes(work.num_bytes_read)}, writes "
+            f"{format_bytes(work.num_bytes_written)}, {plural(work.num_buckets, 'bucket')}, holds "
+            f"{format_bytes(work.memory_bytes)} of weights at most"
+        )
+        by_work.setdefault(text, []).append(rank)
+    for text, ranks in by_work.items():
+        several = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        lines.append(f"{several}: each {text}" if len(ranks) > 1 else f"{several}: {text}")
     return lines
 
 

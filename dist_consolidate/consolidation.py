@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from dist_consolidate._version import __version__
-from dist_consolidate.errors import Caught, UsageError
+from dist_consolidate.errors import UsageError
+from dist_consolidate.moving import make_moving
 from dist_consolidate.options import Options
 from dist_consolidate.output.crc import CrcLedger
 from dist_consolidate.output.index import MANIFEST_NAME, index_file_name, index_json
 from dist_consolidate.output.layout import FileLayout, layout_for
 from dist_consolidate.output.manifest import manifest_json
 from dist_consolidate.output.publish import Publication, check_free_space, prepare
-from dist_consolidate.plan.buckets import make_phases
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank_0, plan_together
-from dist_consolidate.runtime.assemble import Moved
-from dist_consolidate.runtime.budget import make_budget
-from dist_consolidate.runtime.pipeline import MoveResult, Work, move
-from dist_consolidate.runtime.transport import make_transport
+from dist_consolidate.report import RankReport, Report, peak_memory_bytes
+from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
-from dist_consolidate.runtime.writer import Place
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Report:
-    """What a consolidation did; the same on every rank.
-
-    Attributes:
-        output_dir: The published folder.
-        files: Weight files in it.
-        num_tensors: Names in the weight files; of tied ones all, unless they were dropped.
-        num_bytes: Bytes of tensor data in the result.
-        ties: Alias to the name that holds its data.
-        left_out: Keys that are not in the result, with reasons.
-        notes: What was assumed, inferred or not followed.
-        facts: Tag, how it was chosen, step, stage, world size and DeepSpeed version.
-        transport: The transport used.
-        num_bytes_read: Bytes read from shards by all ranks, metadata not counted.
-        duration_sec: Wall time.
-    """
-
-    output_dir: Path
-    files: tuple[str, ...]
-    num_tensors: int
-    num_bytes: int
-    ties: dict[str, str]
-    left_out: dict[str, str]
-    notes: tuple[str, ...]
-    facts: dict[str, str | int | None]
-    transport: str
-    num_bytes_read: int
-    duration_sec: float
 
 
 def run_consolidation(
@@ -76,21 +41,24 @@ def run_consolidation(
     Raises:
         ConsolidateError: If anything is wrong; every rank raises and nothing is published.
     """
-    started = time.monotonic()
+    clock = [time.monotonic()]
     planned = plan_together(checkpoint_dir, options, world.control)
     target = output_dir or _default_target(checkpoint_dir, planned.folder.tag)
-    decided = on_rank_0(world.control, lambda: _decide(planned, options, world))
-    run = _Run(planned, options, world, decided)
+    run = _Run(planned, options, world)
+    clock.append(time.monotonic())
+    if options.dry_run:
+        return run.forecast(target, clock)
     publication = on_rank_0(world.control, lambda: run.prepare(target))
     try:
         result = run.move(publication)
-        totals, notes = run.finish(publication, result)
+        clock.append(time.monotonic())
+        ranks, notes = run.finish(publication, result)
     except BaseException:
         if world.rank == 0:
             publication.abandon()
         raise
-    duration_sec = time.monotonic() - started
-    return run.report(publication, totals, notes, duration_sec)
+    clock.append(time.monotonic())
+    return run.report(publication.output_dir, ranks, notes, clock)
 
 
 def _default_target(checkpoint_dir: Path, tag: str) -> Path:
@@ -101,49 +69,16 @@ def _default_target(checkpoint_dir: Path, tag: str) -> Path:
     return target
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Decided:
-    """What rank 0 decides once the plan is there.
-
-    Attributes:
-        layouts: Byte layout of each output file.
-        transport: Name of the transport.
-        num_writers: Ranks that write: the first ones.
-    """
-
-    layouts: tuple[FileLayout, ...]
-    transport: str
-    num_writers: int
-
-
-def _decide(planned: Planned, options: Options, world: World) -> _Decided:
-    layouts = tuple(layout_for(options.format, file) for file in planned.plan.files)
-    transport = _choose_transport(planned, options, world)
-    default = world.size if transport == "direct" else 1
-    return _Decided(layouts, transport, options.num_writers(world.size) or default)
-
-
-def _choose_transport(planned: Planned, options: Options, world: World) -> str:
-    asked, shared = options.transport, planned.all_visible
-    if asked == "direct" and not shared:
-        raise UsageError(
-            "--transport direct: some ranks do not see all shards, so that they cannot read "
-            "what they would write; use gather or allgather"
-        )
-    if asked != "auto":
-        # One rank has nobody to gather from.
-        return "allgather" if asked == "gather" and world.size == 1 else asked
-    if world.device.type != "cpu":
-        return "allgather"
-    return "direct" if shared else "gather"
-
-
 class _Run:
-    def __init__(self, planned: Planned, options: Options, world: World, decided: _Decided) -> None:
+    def __init__(self, planned: Planned, options: Options, world: World) -> None:
         self.planned, self.options, self.world = planned, options, world
         self.plan: Plan = planned.plan
-        self.layouts, self.transport = decided.layouts, decided.transport
-        self.num_writers = decided.num_writers
+        # On rank 0 alone: a layout is as large as the headers of all files.
+        self.layouts: tuple[FileLayout, ...] = on_rank_0(
+            world.control,
+            lambda: tuple(layout_for(options.format, file) for file in self.plan.files),
+        )
+        self.moving = make_moving(planned, self.layouts, options, world)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -165,7 +100,8 @@ class _Run:
         try:
             for file, layout in zip(self.plan.files, self.layouts, strict=True):
                 path = publication.create_file(file.name, layout.num_bytes)
-                _write_blocks(path, layout.blocks)
+                if not self.moving.writes_literals:
+                    _write_blocks(path, layout.blocks)
         except BaseException:
             publication.abandon()
             raise
@@ -175,64 +111,31 @@ class _Run:
         """Move all bytes."""
         paths = [publication.work_dir / file.name for file in self.plan.files]
         self._check_output_visible(paths)
-        with (caught := Caught()):
-            budget = make_budget(self.world, self.options.bucket_bytes)
-        self.world.control.agree(caught.error)
-        transport = make_transport(self.transport, self.world)
-        work = Work(
-            folder=self.planned.folder.path,
-            file_bytes={shard.name: shard.num_bytes for shard in self.planned.folder.shards},
-            phases=make_phases(
-                self.plan,
-                budget.bucket_bytes,
-                lanes=transport.lanes,
-                num_ranks=self.world.size if transport.lanes else 1,
-            ),
-            tensors=[
-                Moved(
-                    tensor.source.num_numel,
-                    _torch_dtype(tensor.source.dtype.name),
-                    _torch_dtype(tensor.dtype.name),
-                )
-                for tensor in self.plan.tensors
-            ],
-            files=paths,
-            places=self._places(),
-            num_writers=self.num_writers,
-            checksums=any(layout.needs_crc for layout in self.layouts),
-            visible=self.planned.visible,
-        )
-        return move(work, self.world, transport, budget)
+        return self.moving.move(paths)
 
     def _check_output_visible(self, paths: Sequence[Path]) -> None:
         error = None
-        if self.world.rank < self.num_writers and not all(path.is_file() for path in paths):
+        if self.world.rank < self.moving.num_writers and not all(p.is_file() for p in paths):
             error = UsageError(
                 f"{paths[0].parent}: cannot be seen from here, but this rank was to write into "
                 "it; put the output on a shared file system or use --writers 1"
             )
         self.world.control.agree(error)
 
-    def _places(self) -> list[tuple[Place, ...]]:
-        return [
-            tuple(
-                Place(file, index, self.layouts[file].data_offset_bytes[index])
-                for file, index in tensor.targets
-            )
-            for tensor in self.plan.tensors
-        ]
-
-    def finish(self, publication: Publication, result: MoveResult) -> tuple[int, tuple[str, ...]]:
+    def finish(
+        self, publication: Publication, result: MoveResult
+    ) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
         """Write what needs the checksums, and publish.
 
         Returns:
-            The bytes all ranks have read, and the notes on the result.
+            What each rank did, and the notes on the result.
         """
-        results = self.world.control.gather(result)
+        results = self.world.control.gather((result, peak_memory_bytes()))
 
-        def publish() -> tuple[int, tuple[str, ...]]:
-            notes = (*self.plan.notes, *self._overflows(results))
-            ledgers = self._ledgers(results)
+        def publish() -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
+            moved = [item for item, _ in results]
+            notes = (*self.plan.notes, *self._overflows(moved))
+            ledgers = self._ledgers(moved)
             for file, layout, ledger in zip(self.plan.files, self.layouts, ledgers, strict=True):
                 if layout.needs_crc:
                     crcs = ledger.tensor_crcs(file.tensors)
@@ -242,9 +145,21 @@ class _Run:
             if len(self.plan.files) > 1:
                 publication.write_file(self.last[-1], index_json(self.plan.files))
             publication.publish(self.last)
-            return sum(item.num_bytes_read for item in results), notes
+            return self._rank_reports(results), notes
 
         return on_rank_0(self.world.control, publish)
+
+    def _rank_reports(self, results: Sequence[tuple[MoveResult, int]]) -> tuple[RankReport, ...]:
+        return tuple(
+            dataclasses.replace(
+                forecast,
+                num_bytes_read=result.num_bytes_read,
+                num_bytes_written=result.num_bytes_written,
+                peak_bytes=peak_bytes,
+                stages=result.stages,
+            )
+            for forecast, (result, peak_bytes) in zip(self.moving.forecast(), results, strict=True)
+        )
 
     def _ledgers(self, results: Sequence[MoveResult]) -> list[CrcLedger]:
         """Sort what all ranks noted by file, in one pass."""
@@ -301,16 +216,30 @@ class _Run:
             for name in stored.names
         }
 
+    def forecast(self, target: Path, clock: Sequence[float]) -> Report:
+        """Say what would be done; checks of the output folder that write nothing are made."""
+        total = sum(layout.num_bytes for layout in self.layouts)
+        on_rank_0(
+            self.world.control,
+            lambda: check_free_space(target, total, overwrite=self.options.overwrite),
+        )
+        ranks = self.moving.forecast()
+        report = self.report(target, ranks, self.plan.notes, [*clock, clock[-1], clock[-1]])
+        return dataclasses.replace(report, is_dry_run=True)
+
     def report(
         self,
-        publication: Publication,
-        bytes_read: int,
+        output_dir: Path,
+        ranks: tuple[RankReport, ...],
         notes: tuple[str, ...],
-        duration_sec: float,
+        clock: Sequence[float],
     ) -> Report:
         """Say what was done."""
+        planning_sec, moving_sec, publishing_sec = (
+            after - before for before, after in itertools.pairwise(clock)
+        )
         return Report(
-            output_dir=publication.output_dir,
+            output_dir=output_dir,
             files=tuple(file.name for file in self.plan.files),
             num_tensors=len(self._written_names()),
             num_bytes=self.plan.num_bytes,
@@ -318,16 +247,14 @@ class _Run:
             left_out=self.plan.left_out,
             notes=notes,
             facts=self.planned.facts,
-            transport=self.transport,
-            num_bytes_read=bytes_read,
-            duration_sec=duration_sec,
+            transport=self.moving.transport,
+            num_bytes_read=sum(rank.num_bytes_read for rank in ranks),
+            duration_sec=clock[-1] - clock[0],
+            planning_sec=planning_sec,
+            moving_sec=moving_sec,
+            publishing_sec=publishing_sec,
+            ranks=ranks,
         )
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _write_blocks(path: Path, blocks: Sequence[tuple[int, bytes]]) -> None:

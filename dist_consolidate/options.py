@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "ties": ("copy", "drop", "alias"),
     "transport": ("auto", "allgather", "gather", "direct"),
     "device": ("auto", "cpu", "cuda"),
+    "io": ("auto", "buffered", "direct"),
 }
 
 
@@ -38,7 +39,9 @@ class Options:
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
         device: ``auto``, ``cpu`` or ``cuda``.
+        io: ``auto``, ``buffered`` or ``direct`` (past the page cache).
         overwrite: Replace an earlier result.
+        dry_run: Plan only.
     """
 
     tag: str | None = None
@@ -53,7 +56,9 @@ class Options:
     writers: str | int | None = None
     bucket_size: str | int = "auto"
     device: str = "auto"
+    io: str = "auto"
     overwrite: bool = False
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         """Check each value, and what goes together.
@@ -70,7 +75,7 @@ class Options:
         for name in ("tie", "allow_missing"):
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
-        for name in ("exclude_frozen", "overwrite"):
+        for name in ("exclude_frozen", "overwrite", "dry_run"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")
         if self.format == "safetensors" and self.ties == "alias":

@@ -12,12 +12,25 @@ import contextlib
 import datetime
 import errno
 import re
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
-from dist_consolidate.errors import ConsolidateError, RankError, ResourceError
+from dist_consolidate.errors import Caught, ConsolidateError, RankError, ResourceError
+
+_T = TypeVar("_T")
 
 TIMEOUT = datetime.timedelta(minutes=30)
 
+# How often ranks tell each other that they live while they work, at least.
+_MAX_BEAT_SEC = 0.5
+# What a thread gets to finish what it has begun when the run has failed.
+_GRACE_SEC = 10.0
+_STUCK = (
+    f"nothing could be read or written for {int(TIMEOUT.total_seconds() // 60)} minutes: a disk or "
+    "file system hangs"
+)
 _LOST = (
     "contact with another rank was lost: it was killed, it ran into its timeout of "
     f"{int(TIMEOUT.total_seconds() // 60)} minutes, or its node or network is gone"
@@ -153,6 +166,65 @@ class Control:
         while self._pending:
             self._wait(None)
 
+    def together(
+        self, action: Callable[[], _T], stop: Callable[[], None], progress: Callable[[], int]
+    ) -> _T:
+        """Do something long on every rank; once one of them fails, all of them end soon.
+
+        No rank waits inside a collective for another's disk: while the work is done in a thread,
+        all ranks beat several times a second, those that are done as well.
+
+        Args:
+            action: The work.
+            stop: Asks the work to end early; called on the other ranks when one has failed.
+            progress: A number that changes while the work gets on.
+
+        Returns:
+            What this rank's work gave.
+
+        Raises:
+            ConsolidateError: As :meth:`agree`; also if work has not got on for the time that
+                ranks wait for each other.
+        """
+        if self.size == 1:
+            with (caught := Caught()):
+                return action()
+            assert caught.error is not None
+            raise explained(caught.error)
+        work = _Background(action)
+        started = since = time.monotonic()
+        last = progress()
+        while True:
+            # Short runs must not wait for the last beat, and long ones need few.
+            work.thread.join(min(_MAX_BEAT_SEC, (time.monotonic() - started) / 32 + 0.005))
+            if progress() != last:
+                last, since = progress(), time.monotonic()
+            busy, error = work.thread.is_alive(), work.caught.error
+            if busy and time.monotonic() - since > TIMEOUT.total_seconds():
+                error = ConsolidateError(_STUCK)
+            try:
+                if not self._anyone(busy, error):
+                    return work.result
+            except ConsolidateError:
+                stop()
+                work.thread.join(_GRACE_SEC)
+                raise
+
+    def _anyone(self, busy: bool, error: Exception | None) -> bool:
+        """Tell whether any rank is busy; raise if any has failed."""
+        import torch
+        import torch.distributed as dist
+
+        flags = torch.tensor([error is not None, busy], dtype=torch.int32)
+        try:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as lost:
+            raise _lost(lost) from lost
+        failed, anyone = flags.tolist()
+        if failed:
+            self._raise_all(error)
+        return bool(anyone)
+
     def _issue(self, error: Exception | None) -> None:
         import torch
         import torch.distributed as dist
@@ -194,6 +266,23 @@ class Control:
         failure = RankError("\n".join(lines), max(code for _, (_, code) in found))
         failure.agreed = True
         raise failure from error
+
+
+class _Background(Generic[_T]):
+    """Work in a thread that does not keep the process alive."""
+
+    result: _T
+
+    def __init__(self, action: Callable[[], _T]) -> None:
+        self.caught = Caught()
+        self.thread = threading.Thread(
+            target=self._run, args=(action,), name="consolidate-work", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self, action: Callable[[], _T]) -> None:
+        with self.caught:
+            self.result = action()
 
 
 def explained(error: Exception) -> Exception:

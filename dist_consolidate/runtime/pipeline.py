@@ -22,9 +22,10 @@ from dist_consolidate.runtime.budget import NUM_STAGING, Budget
 from dist_consolidate.runtime.buffers import Slot
 from dist_consolidate.runtime.loader import Load, Loader, Row
 from dist_consolidate.runtime.placement import Placement, place_rows
+from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.transport import Transport
 from dist_consolidate.runtime.world import World
-from dist_consolidate.runtime.writer import Checksum, Place, Writer
+from dist_consolidate.runtime.writer import Place, Writer
 
 # How many buckets a rank may be ahead of the slowest one where nothing is exchanged.
 _DIRECT_LAG = 8
@@ -55,23 +56,6 @@ class Work:
     num_writers: int
     checksums: bool
     visible: Sequence[frozenset[str]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MoveResult:
-    """What one rank did.
-
-    Attributes:
-        num_bytes_read: Bytes read from shards.
-        num_bytes_written: Bytes written to output files.
-        checksums: CRC-32 of each range written, if asked for.
-        overflowed: Tensors that hold infinities after a cast to fp16.
-    """
-
-    num_bytes_read: int
-    num_bytes_written: int
-    checksums: tuple[Checksum, ...]
-    overflowed: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,6 +165,7 @@ class _Mover:
                 tools.writer.num_bytes_written if tools.writer else 0,
                 tuple(tools.writer.checksums) if tools.writer else (),
                 overflowed,
+                (),
             )
 
     def _open(self, stack: contextlib.ExitStack) -> _Tools:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.errors import UsageError
 from dist_consolidate.runtime.control import TIMEOUT, Control
+
+if TYPE_CHECKING:
+    import torch
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -27,7 +29,8 @@ class World:
     Attributes:
         rank: This process.
         size: Number of processes.
-        device: Where weights pass through.
+        found_device: Where weights pass through; ``None`` where nobody looked, because one process
+            on its own needs none.
         control: The control plane.
         data_group: The process group that carries weights.
         data_group_carries_device: Whether it takes the device's memory as it is.
@@ -35,10 +38,22 @@ class World:
 
     rank: int
     size: int
-    device: torch.device
+    found_device: torch.device | None
     control: Control
     data_group: Any = None
     data_group_carries_device: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights pass through; the CPU where nobody looked for another one."""
+        import torch
+
+        return self.found_device or torch.device("cpu")
+
+    @property
+    def has_accelerator(self) -> bool:
+        """Whether that is another device than the CPU."""
+        return self.found_device is not None and self.found_device.type != "cpu"
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -81,6 +96,8 @@ def choose_device(request: str, local_rank: int) -> torch.device:
     Raises:
         UsageError: If there is no such device.
     """
+    import torch
+
     if request == "cpu":
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -93,6 +110,8 @@ def choose_device(request: str, local_rank: int) -> torch.device:
 
 def _device_index(environ: Mapping[str, str]) -> int:
     """Give the rank's number on its host; in a group without one, the caller's current device."""
+    import torch
+
     if "LOCAL_RANK" not in environ and _is_initialized() and torch.accelerator.is_available():
         return torch.accelerator.current_device_index()
     value = environ.get("LOCAL_RANK", "0")
@@ -103,6 +122,7 @@ def _device_index(environ: Mapping[str, str]) -> int:
 
 def _backend(device: torch.device, environ: Mapping[str, str]) -> str:
     """NCCL (or its like) for accelerators, gloo for CPUs and where ranks share an accelerator."""
+    import torch
     import torch.distributed as dist
 
     local_size = int(environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -119,11 +139,12 @@ def _default_group_carries(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def join_world(device_request: str, *, launch: bool) -> Iterator[World]:
+def join_world(device_request: str, *, launch: bool, lean: bool = False) -> Iterator[World]:
     """Become a rank of the run; everything that was set up is taken down again.
 
     Args:
         device_request: ``auto``, ``cpu`` or ``cuda``.
+        lean: A process on its own needs no device; torch is not imported to look for one.
         launch: Initialize the default process group from torchrun's variables, if there is none.
 
     Yields:
@@ -133,6 +154,9 @@ def join_world(device_request: str, *, launch: bool) -> Iterator[World]:
         UsageError: If the environment or the device is wrong.
     """
     rank, size = launched_rank() if launch else (0, 1)
+    if lean and size == 1 and not _is_initialized():
+        yield World(0, 1, None, Control(0, 1))
+        return
     device = choose_device(device_request, _device_index(os.environ))
     with _current_device(device):
         if size > 1 or _is_initialized():
@@ -142,6 +166,8 @@ def join_world(device_request: str, *, launch: bool) -> Iterator[World]:
 
 
 def _is_initialized() -> bool:
+    if "torch" not in sys.modules:
+        return False  # and so nobody can have initialized anything
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -152,6 +178,8 @@ def _current_device(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
+    import torch
+
     before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(device)
     try:

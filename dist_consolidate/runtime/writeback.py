@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-_SYNC_FILE_RANGE_WRITE = 2
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 # A smaller range is not worth a call; its pages go out with the neighbours' or at the fsync.
 _MIN_BYTES = 1 << 20
 
@@ -33,7 +33,23 @@ def start_writeback(descriptor: int, offset_bytes: int, num_bytes: int) -> None:
         offset_bytes: Where the range begins.
         num_bytes: Its length.
     """
+    if num_bytes >= _MIN_BYTES:
+        _call(descriptor, offset_bytes, num_bytes, _WRITE)
+
+
+def wait_for_writeback(descriptor: int, offset_bytes: int, num_bytes: int) -> None:
+    """Write a range's dirty pages out and wait, where the system can; the file is not synced.
+
+    Args:
+        descriptor: An open file.
+        offset_bytes: Where the range begins.
+        num_bytes: Its length.
+    """
+    _call(descriptor, offset_bytes, num_bytes, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+
+
+def _call(descriptor: int, offset_bytes: int, num_bytes: int, flags: int) -> None:
     function = _sync_file_range()
-    if function is not None and num_bytes >= _MIN_BYTES:
+    if function is not None:
         start, length = ctypes.c_int64(offset_bytes), ctypes.c_int64(num_bytes)
-        function(descriptor, start, length, _SYNC_FILE_RANGE_WRITE)
+        function(descriptor, start, length, flags)

@@ -16,6 +16,7 @@ import torch
 from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.assemble import Run
 from dist_consolidate.runtime.buffers import Slot, use_device
+from dist_consolidate.runtime.results import Checksum
 from dist_consolidate.runtime.writeback import start_writeback
 
 
@@ -25,16 +26,6 @@ class Place(NamedTuple):
     file: int
     tensor: int
     offset_bytes: int
-
-
-class Checksum(NamedTuple):
-    """CRC-32 of a range of a stored tensor that this process wrote."""
-
-    file: int
-    tensor: int
-    start_bytes: int
-    num_bytes: int
-    crc: int
 
 
 class Writer:

@@ -36,7 +36,9 @@ def test_defaults():
         "writers": None,
         "bucket_size": "auto",
         "device": "auto",
+        "io": "auto",
         "overwrite": False,
+        "dry_run": False,
     }
     assert (options.tie_policy, options.max_shard_bytes) == ("copy", 5_000_000_000)
     assert (options.bucket_bytes, options.num_writers(4), options.tie_pairs) == (None, None, ())
@@ -52,7 +54,7 @@ def test_choices(name):
     assert refusal(**{name: 3}) == f"--{name} 3: must be one of {choices}"
 
 
-@pytest.mark.parametrize("name", ["format", "dtype", "transport", "device"])
+@pytest.mark.parametrize("name", ["format", "dtype", "transport", "device", "io"])
 def test_choices_that_cannot_be_left_open(name):
     assert refusal(**{name: None}).startswith(f"--{name} None: must be one of ")
 
@@ -206,7 +208,9 @@ transport = "direct"
 writers = 2
 bucket_size = 1000000
 device = "cpu"
+io = "buffered"
 overwrite = true
+dry_run = true
 """
     values = load_config(config(tmp_path, text))
     assert set(values) == {field.name for field in dataclasses.fields(Options)}
@@ -215,7 +219,8 @@ overwrite = true
     assert (options.max_shard_bytes, options.bucket_bytes) == (10**9, 10**6)
     assert options.tie_pairs == (("head", "emb"), ("a", "b"))
     assert options.allow_missing == ("x.*",)
-    assert (options.exclude_frozen, options.overwrite) == (True, True)
+    assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
+    assert options.io == "buffered"
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")
 
 

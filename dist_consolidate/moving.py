@@ -1,0 +1,227 @@
+"""Choosing how the bytes move, and what each rank has to do for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from dist_consolidate.errors import Caught, UsageError
+from dist_consolidate.options import Options
+from dist_consolidate.output.layout import FileLayout
+from dist_consolidate.plan.direct import FileMap, Owned, Share, deal_out
+from dist_consolidate.plan.plan import Plan
+from dist_consolidate.planning import Planned, on_rank_0
+from dist_consolidate.report import RankReport
+from dist_consolidate.runtime.direct import DirectMove, DirectWork
+from dist_consolidate.runtime.results import MoveResult
+from dist_consolidate.runtime.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+    from dist_consolidate.runtime.budget import Budget
+    from dist_consolidate.runtime.pipeline import Work
+    from dist_consolidate.runtime.transport import Transport
+
+# What the threads of a rank hold together, output bytes; and how many there are. Two keep a core
+# each busy; more keep a disk busy that answers slowly.
+_DIRECT_BYTES = 32 * 2**20
+_NUM_THREADS = 4
+
+
+class Moving(Protocol):
+    """A way to move the bytes.
+
+    Attributes:
+        transport: Its name.
+        num_writers: Ranks that write: the first ones.
+        writes_literals: Whether it writes headers as well, or they must be there before.
+    """
+
+    transport: str
+    num_writers: int
+    writes_literals: bool
+
+    def forecast(self) -> tuple[RankReport, ...]:
+        """Say what each rank would do; the same on every rank."""
+
+    def move(self, paths: Sequence[Path]) -> MoveResult:
+        """Move all bytes into files that exist with their full size.
+
+        Raises:
+            ConsolidateError: If any rank failed; every rank raises.
+        """
+
+
+def make_moving(
+    planned: Planned, layouts: Sequence[FileLayout], options: Options, world: World
+) -> Moving:
+    """Choose how to move.
+
+    Args:
+        planned: The plan.
+        layouts: Byte layout of each output file.
+        options: The options.
+        world: This rank.
+
+    Returns:
+        The way; the same on every rank.
+
+    Raises:
+        UsageError: If what was asked for cannot be done here.
+    """
+    transport = on_rank_0(world.control, lambda: _choose_transport(planned, options, world))
+    if transport == "direct":
+        return _Direct(planned, layouts, options, world)
+    return _Exchange(transport, planned, layouts, options, world)
+
+
+def _choose_transport(planned: Planned, options: Options, world: World) -> str:
+    asked, shared = options.transport, planned.all_visible
+    if asked == "direct" and not shared:
+        raise UsageError(
+            "--transport direct: some ranks do not see all shards, so that they cannot read "
+            "what they would write; use gather or allgather"
+        )
+    if asked != "auto":
+        # One rank has nobody to gather from.
+        return "allgather" if asked == "gather" and world.size == 1 else asked
+    if world.has_accelerator:
+        return "allgather"
+    return "direct" if shared else "gather"
+
+
+class _Direct:
+    transport, writes_literals = "direct", True
+
+    def __init__(
+        self, planned: Planned, layouts: Sequence[FileLayout], options: Options, world: World
+    ) -> None:
+        self._planned, self._options, self._world = planned, options, world
+        self._plan = planned.plan
+        self.num_writers = options.num_writers(world.size) or world.size
+        self._maps = [
+            FileMap(layout.num_bytes, layout.blocks, layout.data_offset_bytes) for layout in layouts
+        ]
+        self._checksums = any(layout.needs_crc for layout in layouts)
+        self._owned = deal_out(self._maps, self.num_writers)
+        self._ratio = _widest_cast(self._plan)
+
+    def _share(self, owned: Sequence[Owned]) -> Share:
+        room = (self._options.bucket_bytes or _DIRECT_BYTES) // _NUM_THREADS
+        return Share(self._plan, self._maps, owned, int(room / max(self._ratio, 1)))
+
+    def forecast(self) -> tuple[RankReport, ...]:
+        """Say what each rank would do (see :class:`Moving`)."""
+        idle = [RankReport(0, 0, 0, 0)] * (self._world.size - self.num_writers)
+        return (*(self._forecast(self._share(owned)) for owned in self._owned), *idle)
+
+    def _forecast(self, share: Share) -> RankReport:
+        threads = min(_NUM_THREADS, share.num_buckets)
+        memory_bytes = int(threads * share.max_bucket_bytes * (1 + self._ratio))
+        return RankReport(share.num_read_bytes, share.num_bytes, share.num_buckets, memory_bytes)
+
+    def move(self, paths: Sequence[Path]) -> MoveResult:
+        """Move all bytes (see :class:`Moving`)."""
+        rank = self._world.rank
+        owned = self._owned[rank] if rank < self.num_writers else []
+        work = DirectWork(
+            folder=self._planned.folder.path,
+            file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
+            plan=self._plan,
+            share=self._share(owned),
+            files=paths,
+            checksums=self._checksums,
+            io=self._options.io,
+            num_threads=_NUM_THREADS,
+        )
+        move = DirectMove(work)
+        return self._world.control.together(move.run, move.stop, lambda: move.num_done)
+
+
+def _widest_cast(plan: Plan) -> float:
+    """Tell how many source bytes are held for an output byte; 0 where nothing is cast."""
+    ratios = (
+        tensor.source.dtype.itemsize_bytes / tensor.dtype.itemsize_bytes
+        for tensor in plan.tensors
+        if tensor.source.dtype != tensor.dtype
+    )
+    return max(ratios, default=0)
+
+
+class _Exchange:
+    writes_literals = False
+
+    def __init__(
+        self,
+        transport: str,
+        planned: Planned,
+        layouts: Sequence[FileLayout],
+        options: Options,
+        world: World,
+    ) -> None:
+        self.transport, self._planned, self._layouts = transport, planned, layouts
+        self._options, self._world, self._plan = options, world, planned.plan
+        self.num_writers = options.num_writers(world.size) or 1
+
+    def forecast(self) -> tuple[RankReport, ...]:
+        """Say what each rank would do (see :class:`Moving`)."""
+        return (RankReport(0, 0, 0, 0),) * self._world.size
+
+    def move(self, paths: Sequence[Path]) -> MoveResult:
+        """Move all bytes (see :class:`Moving`)."""
+        from dist_consolidate.runtime.pipeline import move
+
+        budget, transport = self._resources()
+        return move(self._work(budget, transport, paths), self._world, transport, budget)
+
+    def _resources(self) -> tuple[Budget, Transport]:
+        from dist_consolidate.runtime.budget import make_budget
+        from dist_consolidate.runtime.transport import make_transport
+
+        with (caught := Caught()):
+            budget = make_budget(self._world, self._options.bucket_bytes)
+        self._world.control.agree(caught.error)
+        return budget, make_transport(self.transport, self._world)
+
+    def _work(self, budget: Budget, transport: Transport, paths: Sequence[Path]) -> Work:
+        from dist_consolidate.plan.buckets import make_phases
+        from dist_consolidate.runtime.assemble import Moved
+        from dist_consolidate.runtime.pipeline import Work
+        from dist_consolidate.runtime.writer import Place
+
+        return Work(
+            folder=self._planned.folder.path,
+            file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
+            phases=make_phases(
+                self._plan, budget.bucket_bytes, lanes=True, num_ranks=self._world.size
+            ),
+            tensors=[
+                Moved(
+                    tensor.source.num_numel,
+                    _torch_dtype(tensor.source.dtype.name),
+                    _torch_dtype(tensor.dtype.name),
+                )
+                for tensor in self._plan.tensors
+            ],
+            files=paths,
+            places=[
+                tuple(
+                    Place(file, index, self._layouts[file].data_offset_bytes[index])
+                    for file, index in tensor.targets
+                )
+                for tensor in self._plan.tensors
+            ],
+            num_writers=self.num_writers,
+            checksums=any(layout.needs_crc for layout in self._layouts),
+            visible=self._planned.visible,
+        )
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,206 @@
+"""Output files: writing at known offsets, from several threads, through one of three ways.
+
+Buffered writes go through the page cache, with write-back started at once. Direct ones (O_DIRECT)
+bypass it where offset, length and memory are aligned. Copies are left to the kernel
+(copy_file_range), which moves no byte through this process, and on some file systems none at all.
+
+Sources: open(2) for O_DIRECT's alignment; copy_file_range(2) for what it refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dist_consolidate.runtime.stages import Stopwatch
+from dist_consolidate.runtime.writeback import start_writeback, wait_for_writeback
+
+ALIGNMENT_BYTES = 4096
+# What a file system says that cannot do what was asked: the plain way can.
+_UNSUPPORTED = (
+    errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM,
+    errno.ETXTBSY,
+)  # fmt: skip
+# The kernel's copies are cut so that write-back starts early.
+_COPY_BYTES = 8 << 20
+
+
+def aligned_bytes(num_bytes: int) -> memoryview:
+    """Give page-aligned memory of a size, to be filled; it is freed with the last view of it."""
+    return memoryview(mmap.mmap(-1, max(num_bytes, 1)))[:num_bytes]
+
+
+def address_of(view: memoryview) -> int:
+    """Give the address of a writable view's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class OutputFiles:
+    """Files that exist with their full size, to be filled by this process and others.
+
+    Attributes:
+        num_bytes_written: Bytes that went into them.
+    """
+
+    def __init__(self, paths: Sequence[Path], watch: Stopwatch) -> None:
+        """Open nothing yet.
+
+        Args:
+            paths: The files.
+            watch: Where the time goes to.
+        """
+        self._paths, self._watch = paths, watch
+        # Until a file system says that it cannot.
+        self._can_bypass = True
+        self._descriptors: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
+        self.num_bytes_written = 0
+
+    def write(
+        self,
+        file: int,
+        data: memoryview,
+        offset_bytes: int,
+        *,
+        bypass: bool = False,
+        wait: bool = False,
+    ) -> None:
+        """Write bytes at an offset.
+
+        Args:
+            file: Index of the file.
+            data: The bytes.
+            offset_bytes: Where they go.
+            bypass: Write past the page cache where alignment allows.
+            wait: Wait until the disk has them.
+
+        Raises:
+            OSError: With the file's name, if the system refuses.
+        """
+        with self._watch.timing("write", len(data)), _named(self._paths[file]):
+            low = high = len(data)
+            if bypass and self._can_bypass:
+                low, high = _aligned_part(data, offset_bytes)
+            self._plainly(file, data[:low], offset_bytes)
+            if low < high and not self._directly(file, data[low:high], offset_bytes + low):
+                self._plainly(file, data[low:high], offset_bytes + low)
+            self._plainly(file, data[high:], offset_bytes + high)
+            if wait:
+                wait_for_writeback(self._descriptor(file), offset_bytes, len(data))
+        self._count(len(data))
+
+    def copy(
+        self, file: int, offset_bytes: int, source: int, source_bytes: int, num_bytes: int
+    ) -> int | None:
+        """Let the kernel copy a range from another file.
+
+        Args:
+            file: Index of the file.
+            offset_bytes: Where the range goes.
+            source: Descriptor of the file to copy from.
+            source_bytes: Where the range begins there.
+            num_bytes: Length.
+
+        Returns:
+            What was copied, less than asked for only if the source has ended; ``None`` if the
+            kernel cannot do it between these files, and nothing was copied.
+
+        Raises:
+            OSError: With the file's name, if the system refuses for another reason.
+        """
+        done, descriptor = 0, self._descriptor(file)
+        with self._watch.timing("copy", num_bytes), _named(self._paths[file]):
+            while done < num_bytes:
+                step = min(num_bytes - done, _COPY_BYTES)
+                try:
+                    count = os.copy_file_range(
+                        source, descriptor, step, source_bytes + done, offset_bytes + done
+                    )
+                except OSError as error:
+                    if error.errno in _UNSUPPORTED and not done:
+                        return None
+                    raise
+                if not count:
+                    break
+                start_writeback(descriptor, offset_bytes + done, count)
+                done += count
+        self._count(done)
+        return done
+
+    def sync(self) -> None:
+        """Wait until everything written here is on disk.
+
+        Raises:
+            OSError: With the file's name, if the disk refuses.
+        """
+        with self._watch.timing("sync", 0):
+            for (file, _), descriptor in list(self._descriptors.items()):
+                with _named(self._paths[file]):
+                    os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes_written += num_bytes
+
+    def _plainly(self, file: int, data: memoryview, offset_bytes: int) -> None:
+        if len(data):
+            descriptor = self._descriptor(file)
+            _write_all(descriptor, data, offset_bytes)
+            start_writeback(descriptor, offset_bytes, len(data))
+
+    def _directly(self, file: int, data: memoryview, offset_bytes: int) -> bool:
+        try:
+            _write_all(self._descriptor(file, os.O_DIRECT), data, offset_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # This file system, or this device, wants another alignment or cannot do it at all.
+            self._can_bypass = False
+            return False
+        return True
+
+    def _descriptor(self, file: int, flag: int = 0) -> int:
+        with self._lock:
+            key = (file, flag)
+            if key not in self._descriptors:
+                self._descriptors[key] = os.open(
+                    self._paths[file], os.O_WRONLY | os.O_CLOEXEC | flag
+                )
+            return self._descriptors[key]
+
+
+def _aligned_part(data: memoryview, offset_bytes: int) -> tuple[int, int]:
+    """Give the part that may bypass the page cache, as places in the data; perhaps empty."""
+    low = -offset_bytes % ALIGNMENT_BYTES
+    high = (len(data) + offset_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES - offset_bytes
+    if low >= high or (address_of(data) + low) % ALIGNMENT_BYTES:
+        return len(data), len(data)
+    return low, high
+
+
+def _write_all(descriptor: int, data: memoryview, offset_bytes: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset_bytes + done)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Put the file's name into what the operating system says of a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise

@@ -1,0 +1,37 @@
+"""What moving the bytes gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from dist_consolidate.runtime.stages import StageTime
+
+
+class Checksum(NamedTuple):
+    """CRC-32 of a range of a stored tensor that one process wrote."""
+
+    file: int
+    tensor: int
+    start_bytes: int
+    num_bytes: int
+    crc: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveResult:
+    """What one rank did.
+
+    Attributes:
+        num_bytes_read: Bytes read from shards.
+        num_bytes_written: Bytes written to output files.
+        checksums: CRC-32 of each range written, if asked for.
+        overflowed: Tensors that hold infinities after a cast to fp16.
+        stages: How long each stage was busy.
+    """
+
+    num_bytes_read: int
+    num_bytes_written: int
+    checksums: tuple[Checksum, ...]
+    overflowed: frozenset[int]
+    stages: tuple[StageTime, ...]
