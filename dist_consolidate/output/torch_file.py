@@ -25,6 +25,7 @@ from typing import Any
 
 from dist_consolidate.checkpoint.extents import contiguous_stride
 from dist_consolidate.dtypes import DType
+from dist_consolidate.output.torch_names import torch_name, with_torch_names
 from dist_consolidate.plan.outputs import StoredTensor
 
 ALIGNMENT_BYTES = 64
@@ -209,12 +210,11 @@ class _StorageStandIn:
     num_numel: int
 
     def reference(self) -> tuple[str, Any, str, str, int]:
-        import torch
-
         if self.dtype.storage_class is None:
             num_bytes = self.num_numel * self.dtype.itemsize_bytes
-            return "storage", torch.storage.UntypedStorage, self.key, "cpu", num_bytes
-        storage_class = getattr(torch, self.dtype.storage_class)
+            untyped = torch_name("torch.storage", "UntypedStorage")
+            return "storage", untyped, self.key, "cpu", num_bytes
+        storage_class = torch_name("torch", self.dtype.storage_class)
         return "storage", storage_class, self.key, "cpu", self.num_numel
 
 
@@ -226,8 +226,6 @@ class _TensorStandIn:
     shape: tuple[int, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        import torch
-
         hooks: collections.OrderedDict[str, object] = collections.OrderedDict()
         # The pickler remembers objects by identity; fresh tuples keep the bytes independent of
         # whether the caller's shapes happen to be one object.
@@ -235,8 +233,9 @@ class _TensorStandIn:
         arguments = (self.storage, 0, size, contiguous_stride(size), False, hooks)
         dtype = self.storage.dtype
         if dtype.storage_class is None:
-            return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, dtype.name))
-        return torch._utils._rebuild_tensor_v2, arguments
+            rebuild = torch_name("torch._utils", "_rebuild_tensor_v3")
+            return rebuild, (*arguments, torch_name("torch", dtype.name))
+        return torch_name("torch._utils", "_rebuild_tensor_v2"), arguments
 
 
 class _Pickler(pickle.Pickler):
@@ -256,4 +255,4 @@ def _pickled(tensors: tuple[StoredTensor, ...]) -> bytes:
             state[sys.intern(name)] = _TensorStandIn(storage, item.shape)
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(state)
-    return buffer.getvalue()
+    return with_torch_names(buffer.getvalue(), state)
