@@ -15,7 +15,8 @@ clock ends when fsync of every output file and of its folder has returned.
 The tables go to standard output, ready for RESULTS.md. "cp" and "loop" move the bytes of the very
 result they are compared with. Ratios to zero_to_fp32 take the faster of its two ways. A last run
 of each, which is not timed, counts memory from the interpreter with torch imported, and compares
-the bytes of ours with the reference. MB are 10^6 bytes.
+the bytes of ours with the reference. MB are 10^6 bytes; torchrun's own process is not in the peaks.
+A stage's time is added up over threads, and "limit" names the one that was busy longest.
 """
 
 from __future__ import annotations
@@ -33,9 +34,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dist_consolidate.errors import UsageError
+from dist_consolidate.options import make_options
 from dist_consolidate.units import parse_size
 from tests.bench import machine, page_cache
-from tests.bench.contenders import Choice, Contender, Kind, Place, default_kinds, select
+from tests.bench.contenders import (
+    Choice,
+    Contender,
+    Kind,
+    Place,
+    default_kinds,
+    select,
+    written_kinds,
+)
 from tests.bench.rounds import Arena, Measured, cache_notes, log
 from tests.bench.sizes import Size, size_of
 from tests.bench.table_text import Group, render
@@ -47,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     """Make the parser."""
     made = argparse.ArgumentParser(
         prog="python -m tests.bench.compare",
+        usage="%(prog)s [--params N] [--stage S...] [--cache C...] [--runs N] [...]; see --help",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -119,7 +131,16 @@ def size_asked(options: argparse.Namespace) -> Size:
 
 
 def choice_asked(options: argparse.Namespace) -> Choice:
-    """Tell who takes part."""
+    """Tell who takes part.
+
+    Raises:
+        UsageError: If what is passed on to ours is wrong.
+        ValueError: If a pattern fits nothing.
+    """
+    for name in ("writers", "io", "bucket_size", "device"):
+        given = getattr(options, name)
+        for value in given if isinstance(given, list) else filter(None, [given]):
+            make_options({name: value})
     formats, dtypes = _unique(options.formats), _unique(options.dtypes)
     every = tuple(Kind(*pair) for pair in itertools.product(formats, dtypes))
     extra: list[str] = []
@@ -179,9 +200,8 @@ def _has(package: str) -> bool:
 
 
 def _check_space(existing: Path, contenders: Sequence[Contender], size: Size) -> None:
-    kinds = {item.kind for item in contenders if item.kind is not None}
-    results = [size.result_bytes(kind.dtype) for kind in kinds]
-    need = size.checkpoint_bytes + sum(results) + max(results, default=0)
+    results = [size.result_bytes(kind.dtype) for kind in written_kinds(contenders)]
+    need = size.checkpoint_bytes + sum(results) + size.result_bytes("fp32")
     status = os.statvfs(existing)
     free = status.f_bavail * status.f_frsize
     if need > free:
@@ -207,8 +227,7 @@ def measure(
     for stage in _unique(options.stage):
         log(f"stage {stage}: writing {size.num_params / 1e6:.1f}M parameters")
         place = arena.make_checkpoint(stage, options.shards, size.layers, size.width)
-        kinds = sorted({item.kind for item in contenders if item.kind is not None})
-        place = arena.make_references(place, kinds)
+        place = arena.make_references(place, written_kinds(contenders))
         caches = _unique(options.cache)
         runs = list(_rounds(options, contenders, arena, place, stage))
         growth = _growth(contenders, arena, place, stage) if options.growth else []
@@ -285,11 +304,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("\n".join(item.name for item in contenders))
             return
         check(options, contenders, size)
-    except ValueError as error:
+    except (UsageError, ValueError) as error:
         made.error(str(error))
     folder = options.dir.absolute()
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / _MARK).touch()
     facts = machine.describe(folder)
     command = shlex.join(["python", "-m", "tests.bench.compare", *given])

@@ -17,7 +17,7 @@ Reads = Literal["shards", "checkpoint", "reference", "nothing"]
 PYTHON = (sys.executable, "-m")
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of result; contenders that write the same bytes share it."""
 
@@ -149,7 +149,7 @@ def select(choice: Choice) -> list[Contender]:
         ValueError: If a pattern of ``only`` fits none.
     """
     ours = list(_ours(choice))
-    kinds = sorted({item.kind for item in ours if item.kind is not None})
+    kinds = written_kinds(ours)
     found = [*ours, *_collectives(choice), *(_deepspeed() if choice.deepspeed else ())]
     found += itertools.chain.from_iterable(_yardsticks(kind) for kind in kinds)
     found.append(
@@ -161,6 +161,13 @@ def select(choice: Choice) -> list[Contender]:
         if not fnmatch.filter([item.name for item in found], pattern):
             raise ValueError(f"{pattern!r} fits none of:\n" + "\n".join(i.name for i in found))
     return [x for x in found if not choice.only or _fits(x.name, choice.only)]
+
+
+def written_kinds(contenders: Iterable[Contender]) -> list[Kind]:
+    """Give the kinds whose finished result is needed, in the contenders' order."""
+    families = ("ours", "cp", "plain cp", "loop")
+    found = [item.kind for item in contenders if item.family in families]
+    return [kind for kind in dict.fromkeys(found) if kind is not None]
 
 
 def _fits(name: str, patterns: Iterable[str]) -> bool:
@@ -228,11 +235,15 @@ def _collectives(choice: Choice) -> Iterator[Contender]:
     asked = () if choice.bucket_bytes is None else (str(choice.bucket_bytes),)
     for size in (size for size in choice.ranks if size > 1):
         start = (*torchrun(size), "tests.bench.bare_collective")
+
+        def make(place: Place, start: Sequence[str] = start) -> list[str]:
+            return [*start, str(place.fp32_bytes), choice.device, *asked]
+
         yield Contender(
             name=f"bare all_gather, {size} ranks",
             family="collective",
             reads="nothing",
-            command=lambda place, s=start: [*s, str(place.fp32_bytes), choice.device, *asked],
+            command=make,
             num_ranks=size,
         )
 
@@ -240,16 +251,19 @@ def _collectives(choice: Choice) -> Iterator[Contender]:
 def _deepspeed() -> Iterator[Contender]:
     for name, size in (("sharded .bin", "5GB"), ("one .bin", "none")):
 
-        def make(place: Place, *more: str, size: str = size) -> list[str]:
+        def make(place: Place, size: str = size, more: Sequence[str] = ()) -> list[str]:
             ends = (str(place.checkpoint), str(place.out), size)
             return [*PYTHON, "tests.bench.deepspeed_child", *more, *ends]
+
+        def grow(place: Place, make: Callable[..., list[str]] = make) -> list[str]:
+            return make(place, more=["--growth"])
 
         yield Contender(
             name=f"zero_to_fp32, {name}",
             family="zero_to_fp32",
             reads="checkpoint",
             command=make,
-            growth=lambda place, make=make: make(place, "--growth"),
+            growth=grow,
             kind=Kind("bin", "fp32"),
         )
 
@@ -261,14 +275,10 @@ def _yardsticks(kind: Kind) -> Iterator[Contender]:
 
     families: dict[Family, tuple[str, ...]] = {"cp": ("--reflink=never",), "plain cp": ()}
     for family, flags in families.items():
-        yield Contender(
-            name=" ".join(("cp", *flags, "of", str(kind))),
-            family=family,
-            reads="reference",
-            command=lambda place, f=flags: [
-                *("cp", "-r", *f),
-                *(str(place.reference_of(kind)), str(place.out)),
-            ],
-            kind=kind,
-        )
+
+        def copy(place: Place, flags: Sequence[str] = flags) -> list[str]:
+            return ["cp", "-r", *flags, str(place.reference_of(kind)), str(place.out)]
+
+        name = " ".join(("cp", *flags, "of", str(kind)))
+        yield Contender(name, family, "reference", copy, kind=kind)
     yield Contender(f"loop of {kind}", "loop", "shards", loop, kind=kind)

@@ -42,7 +42,7 @@ def warm(files: Iterable[Path]) -> None:
                     os.preadv(file.fileno(), [buffer[: min(_CHUNK_BYTES, stop - at)]], at)
 
 
-def resident_ratio(files: Iterable[Path]) -> float:
+def resident_ratio(files: Iterable[Path]) -> float | None:
     """Give how much of the files, holes left out, is in the page cache: 0 to 1."""
     found = total = 0
     for path in files:
@@ -53,7 +53,7 @@ def resident_ratio(files: Iterable[Path]) -> float:
                 part = pages[start // mmap.PAGESIZE : -(-stop // mmap.PAGESIZE)]
                 total += len(part)
                 found += sum(page & 1 for page in part)
-    return found / total if total else 1.0
+    return found / total if total else None
 
 
 def _resident_pages(path: Path) -> bytes:

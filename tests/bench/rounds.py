@@ -45,7 +45,8 @@ class Measured:
         round: Number of the round.
         position: How many ran before it in its round.
         whole_sec: From the start of the process until every file is on disk.
-        resident_ratio: How much of what it reads was in the page cache when it started.
+        resident_ratio: How much of what it reads was in the page cache when it started;
+            ``None`` if it reads nothing.
         other_cores: Processor time that others took meanwhile, write-back included, in cores.
         ranks: What its processes said, by rank.
     """
@@ -56,7 +57,7 @@ class Measured:
     round: int
     position: int
     whole_sec: float
-    resident_ratio: float
+    resident_ratio: float | None
     other_cores: float
     ranks: tuple[dict[str, Any], ...]
 
@@ -125,7 +126,7 @@ class Arena:
         self._check_output(place, contender, whole=True)
         shutil.rmtree(place.out, ignore_errors=True)
         ranks = tuple(told(output))
-        return Measured(contender.name, stage, "any", 0, 0, whole_sec, 1.0, other_cores, ranks)
+        return Measured(contender.name, stage, "any", 0, 0, whole_sec, None, other_cores, ranks)
 
     def _measure(
         self,
@@ -174,7 +175,8 @@ class Arena:
     def _run(self, command: Sequence[str]) -> tuple[str, float]:
         """Run a command; give its output and when it was started."""
         environment = {k: v for k, v in os.environ.items() if k not in _INHERITED}
-        environment |= {"PYTHONPATH": str(REPOSITORY)}
+        paths = (str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         with tempfile.TemporaryFile("w+", errors="replace") as file:
             started = time.perf_counter()
             process = subprocess.Popen(
@@ -254,8 +256,12 @@ def cache_notes(runs: Sequence[Measured]) -> list[str]:
     notes = []
     for run in runs:
         ratio = run.resident_ratio
+        if ratio is None:
+            continue
         if run.cache == "warm" and ratio < _WARM_RATIO:
             notes.append(f"{run.contender}: only {ratio:.0%} of what it reads was in memory")
+        if run.cache == "cold" and ratio > 1 - _WARM_RATIO:
+            notes.append(f"{run.contender}: {ratio:.0%} of what it reads was still in memory")
     return sorted(set(notes))
 
 

@@ -83,7 +83,7 @@ def _import_torch() -> int:
 def _keep_reports() -> list[Report]:
     """Keep what the command line only prints."""
     reports: list[Report] = []
-    run = cli.run
+    run: Any = getattr(cli, "run")  # noqa: B009
 
     def keep(*arguments: Any, **values: Any) -> Report:
         reports.append(run(*arguments, **values))
@@ -97,7 +97,7 @@ def _keep_budgets() -> list[Any]:
     from dist_consolidate import consolidation
 
     budgets: list[Any] = []
-    make = consolidation.make_budget
+    make: Any = getattr(consolidation, "make_budget")  # noqa: B009
 
     def keep(*arguments: Any, **values: Any) -> Any:
         budgets.append(make(*arguments, **values))

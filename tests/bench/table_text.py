@@ -12,6 +12,7 @@ from tests.bench.rounds import Measured
 
 # As dist_consolidate.runtime.stages.STAGES, in the order that bytes pass them.
 STAGES = ("read", "h2d", "exchange", "assemble", "d2h", "copy", "write", "sync")
+PARTS = ("planning_sec", "moving_sec", "publishing_sec")
 NOTHING = "–"  # noqa: RUF001 - a dash for the eye
 
 Row = Sequence[str]
@@ -69,10 +70,18 @@ def conversion_sec(run: Measured) -> float | None:
 
 def placing_sec(run: Measured) -> float | None:
     """Give the seconds from the first byte moved until the result is in place and on disk."""
-    lead = run.lead
-    if lead.get("publishing_sec") is not None and lead.get("moving_sec") is not None:
-        return float(lead["moving_sec"] + lead["publishing_sec"])
-    return conversion_sec(run)
+    together = _sum_of(run, ("moving_sec", "publishing_sec"))
+    return conversion_sec(run) if together is None else together
+
+
+def all_parts_sec(run: Measured) -> float | None:
+    """Give the seconds of planning, moving and publishing together."""
+    return _sum_of(run, PARTS)
+
+
+def _sum_of(run: Measured, names: Iterable[str]) -> float | None:
+    parts: list[Any] = [run.lead.get(name) for name in names]
+    return None if None in parts else float(sum(parts))
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -83,40 +92,59 @@ def median(values: Iterable[float | None]) -> float | None:
 
 def render(group: Group) -> str:
     """Put everything about a group into tables."""
-    sections = [seconds_table(group), parts_lines(group), memory_table(group), stage_table(group)]
+    makers = (seconds_table, parts_lines, ratio_table, memory_table, stage_table)
+    sections = [make(group) for make in makers]
     return "\n\n".join(section for section in sections if section)
 
 
 def seconds_table(group: Group) -> str:
-    """Make the table of seconds and ratios."""
+    """Make the table of seconds."""
+    head = ("contender", "whole process, s", "min..max", "plan, s", "move, s", "publish, s")
+    rows = []
+    for contender in group.contenders:
+        runs = group.of(contender)
+        whole = [run.whole_sec for run in runs]
+        parts = [median(run.lead.get(name) for run in runs) for name in PARTS]
+        ends = f"{min(whole):.2f}..{max(whole):.2f}"
+        rows.append((contender.name, _sec(median(whole)), ends, *map(_sec, parts)))
+    return _table(head, rows)
+
+
+def ratio_table(group: Group) -> str:
+    """Make the table of ratios, for those that make a result and keep it."""
     head = (
-        *("contender", "whole process, s", "min..max", "plan", "move", "publish"),
-        *("move + publish of `cp`", "of plain `cp`", "of the loop"),
-        *("whole of zero_to_fp32", "move of its conversion"),
+        *("contender: ratio", "move + publish to cp --reflink=never", "to cp", "to loop"),
+        *("whole process to zero_to_fp32", "move to its conversion", "plan + move + publish to it"),
     )
-    return _table(head, [_seconds_row(group, item) for item in group.contenders])
+    families = ("ours", "zero_to_fp32")
+    rows = [
+        _ratio_row(group, item)
+        for item in group.contenders
+        if item.family in families and not item.discards
+    ]
+    return _table(head, rows) if rows else ""
 
 
-def _seconds_row(group: Group, contender: Contender) -> Row:
-    runs = group.of(contender)
-    whole = [run.whole_sec for run in runs]
-    cells = [contender.name, _sec(median(whole)), f"{min(whole):.2f}..{max(whole):.2f}"]
-    for name in ("planning_sec", "moving_sec", "publishing_sec"):
-        cells.append(_sec(median(run.lead.get(name) for run in runs)))
-    compared = contender.family in ("ours", "zero_to_fp32") and not contender.discards
-    placing = median(map(placing_sec, runs)) if compared else None
-    kind = contender.kind
-    cells.append(_ratio(placing, group.best("cp", kind, whole_sec)))
-    cells.append(_ratio(placing, group.best("plain cp", kind, whole_sec)))
-    cells.append(_ratio(placing, group.best("loop", kind, moving_sec)))
+def _ratio_row(group: Group, contender: Contender) -> Row:
+    runs, kind = group.of(contender), contender.kind
+    placing = median(map(placing_sec, runs))
+    cells = [
+        contender.name,
+        _ratio(placing, group.best("cp", kind, whole_sec)),
+        _ratio(placing, group.best("plain cp", kind, whole_sec)),
+        _ratio(placing, group.best("loop", kind, moving_sec)),
+    ]
     # Half the bytes in half the time would be no merit.
-    rivals = contender.family == "ours" and compared and kind is not None and kind.dtype == "fp32"
+    if contender.family != "ours" or kind is None or kind.dtype != "fp32":
+        return [*cells, NOTHING, NOTHING, NOTHING]
     theirs = Kind("bin", "fp32")
-    whole_rival = group.best("zero_to_fp32", theirs, whole_sec) if rivals else None
-    cells.append(_ratio(median(whole), whole_rival))
-    conversion = group.best("zero_to_fp32", theirs, conversion_sec) if rivals else None
-    cells.append(_ratio(median(map(moving_sec, runs)), conversion))
-    return cells
+    conversion = group.best("zero_to_fp32", theirs, conversion_sec)
+    return [
+        *cells,
+        _ratio(median(map(whole_sec, runs)), group.best("zero_to_fp32", theirs, whole_sec)),
+        _ratio(median(map(moving_sec, runs)), conversion),
+        _ratio(median(map(all_parts_sec, runs)), conversion),
+    ]
 
 
 def parts_lines(group: Group) -> str:
@@ -149,8 +177,6 @@ def memory_table(group: Group) -> str:
 def _memory_row(group: Group, contender: Contender, runs: Sequence[Measured]) -> Row:
     growth = [run for run in group.growth if run.contender == contender.name]
     shards = median(run.lead.get("shard_read_bytes") for run in runs)
-    if shards is None:
-        shards = median(run.lead.get("own_read_bytes") for run in runs)
     read = NOTHING if shards is None else f"{shards / group.fp32_bytes:.4f}"
     device = NOTHING
     peaks = [rank["device_peak_bytes"] for run in runs for rank in run.ranks if _on_device(rank)]
