@@ -44,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     rest, flags = list(arguments), set()
     while rest and rest[0] in FLAGS:
         flags.add(rest.pop(0))
-    started, read_before = time.monotonic(), read_bytes()
     base_bytes = _import_torch() if "--growth" in flags else None
+    started, read_before = time.monotonic(), read_bytes()
     null = NullWriter(Path(rest[1])) if "--null-writer" in flags else None
     if null is not None:
         null.install()
