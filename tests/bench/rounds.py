@@ -32,6 +32,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 # Below this the files count as not warm, above the complement as not cold.
 _WARM_RATIO = 0.99
 _TAIL_CHARS = 4000
+_PATIENCE_SEC = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +186,7 @@ class Arena:
             try:
                 code = process.wait(self.timeout_sec)
             except BaseException:
-                # torchrun ends its ranks when it is asked to end.
-                process.terminate()
-                process.wait()
+                _end(process)
                 raise
             file.seek(0)
             output = file.read()
@@ -207,6 +206,16 @@ class Arena:
             same = same and all(filecmp.cmp(a, b, shallow=False) for a, b in pairs)
         if not same:
             raise SystemExit(f"{contender.name}: the result differs from the reference")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a command; torchrun ends its ranks when it is asked to end."""
+    process.terminate()
+    try:
+        process.wait(_PATIENCE_SEC)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _weight_files(folder: Path) -> list[Path]:
