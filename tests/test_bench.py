@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,9 +19,9 @@ import pytest
 
 from dist_consolidate.runtime.stages import STAGES, StageTime
 from tests.bench import compare, copy_loop, page_cache, runner, table_text
-from tests.bench.contenders import Choice, Contender, Kind, default_kinds, select
+from tests.bench.contenders import Choice, Contender, Kind, Place, default_kinds, select
 from tests.bench.null_writer import NullWriter
-from tests.bench.rounds import Measured
+from tests.bench.rounds import Arena, Measured
 from tests.bench.sizes import Size, size_of
 from tests.torchrun import run_python
 
@@ -43,7 +45,7 @@ def test_the_command_prints_tables_of_finite_numbers(tmp_path: Path) -> None:
     names = [f"1 process, {FP32}", f"cp --reflink=never of {FP32}", f"loop of {FP32}"]
     ended = run_python(
         [
-            *("-m", "tests.bench.compare", *TINY, "--only", *names),
+            *("-m", "tests.bench.compare", *TINY, "--no-growth", "--only", *names),
             *("--dir", tmp_path / "run", "--json", tmp_path / "raw.json"),
         ],
         timeout_sec=180,
@@ -62,8 +64,7 @@ def test_the_command_prints_tables_of_finite_numbers(tmp_path: Path) -> None:
         assert run["resident_ratio"] > 0.9
     (ours,) = (run["ranks"][0] for run in raw["runs"] if run["contender"] == names[0])
     assert ours["shard_read_bytes"] >= 4 * Size(2, 64).num_params
-    (growth,) = raw["growth_runs"]
-    assert 0 < growth["ranks"][0]["peak_growth_bytes"] < ours["peak_bytes"]
+    assert 0 < ours["peak_bytes"] < 10**10
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,39 @@ def test_the_null_writer_spares_the_output_only(
     assert [os.fstat(file).st_size for file in (output, other)] == [0, 5]
     for file in files:
         file.close()
+
+
+WRITES_ABC = """
+import pathlib, sys
+out = pathlib.Path(sys.argv[1])
+out.mkdir()
+(out / "model.safetensors").write_text("abc")
+print('{"rank": 0, "peak_growth_bytes": 5}')
+"""
+
+
+@pytest.mark.parametrize(
+    ("reference", "timed", "whole"), [("abc", 1, 1), ("abd", 1, 0), ("ab", 0, 0)]
+)
+def test_each_result_is_compared_with_the_reference(
+    reference: str, timed: bool, whole: bool, tmp_path: Path
+) -> None:
+    place = Place(tmp_path, tmp_path, tmp_path / "reference", tmp_path / "out", 1, {FP32: 3})
+    place.reference_of(FP32).mkdir(parents=True)
+    (place.reference_of(FP32) / "model.safetensors").write_text(reference)
+
+    def command(place: Place) -> list[str]:
+        return [sys.executable, "-c", WRITES_ABC, str(place.out)]
+
+    item = Contender("x", "ours", "nothing", command, growth=command, kind=FP32)
+    arena = Arena(tmp_path, settle_sec=0, timeout_sec=60)
+    differs = pytest.raises(SystemExit, match="differs from the reference")
+    with contextlib.nullcontext() if timed else differs:
+        (run,) = arena.run_round(place, [item], stage=3, cache="warm", number=0)
+        assert run.lead["peak_growth_bytes"] == 5
+        assert run.resident_ratio is None
+    with contextlib.nullcontext() if whole else differs:
+        assert arena.run_growth(place, item, stage=3).ranks == run.ranks
 
 
 def report_of(moving_sec: float) -> Any:

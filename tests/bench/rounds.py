@@ -208,7 +208,7 @@ class Arena:
             raise SystemExit(f"{contender.name}: the result differs from the reference")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End a command; torchrun ends its ranks when it is asked to end."""
     process.terminate()
     try:
