@@ -137,7 +137,7 @@ class _Direct:
             num_threads=_NUM_THREADS,
         )
         move = DirectMove(work)
-        return self._world.control.together(move.run, move.stop, lambda: move.num_done)
+        return self._world.control.together(move.run, move.stop, move.progress)
 
 
 def _widest_cast(plan: Plan) -> float:
