@@ -5,8 +5,8 @@ all rows of a bucket together hold pieces of tensors whose places in the output 
 
 * :class:`LanePhase`: a row is one rank's shard, read from front to back. This is the shape of an
   all-gather of flat partitions, and of ZeRO-3, where a column range holds whole tensors.
-* :class:`SpacePhase`: one address space of things that lie one after another (the concatenation
-  of stage 1 and 2, whole tensors), cut into buckets and each bucket into equal rows.
+* :class:`SpacePhase`: one address space in which whole tensors lie one after another, cut into
+  buckets and each bucket into equal rows.
 
 Pieces are computed when a bucket is asked for: a checkpoint of a thousand shards has a hundred
 million fragments, and no list of them is ever made.
@@ -21,6 +21,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan
 from dist_consolidate.checkpoint.fragments import Read
@@ -68,16 +69,28 @@ class _Member:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Section:
-    """A group or a tensor at its place in a row or space."""
+    """A group at its place in a row.
+
+    In stage 1 and 2 the parts are a concatenation: ``starts_bytes`` is where each begins in it,
+    ``need_bytes`` where its last tensor ends.
+    """
 
     base_bytes: int
     num_bytes: int
-    group: FlatGroup | None
+    group: FlatGroup
     members: tuple[_Member, ...]
-    span: TensorSpan | None = None
-    # Stage 1 and 2: where each part begins in the concatenation, and where the last tensor ends.
-    starts_bytes: tuple[int, ...] = ()
-    need_bytes: int = 0
+    starts_bytes: tuple[int, ...]
+    need_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Whole:
+    """A tensor that lies in one file, at its place in the space."""
+
+    base_bytes: int
+    num_bytes: int
+    span: TensorSpan
+    tensor: int
 
 
 class Phase(abc.ABC):
@@ -129,7 +142,7 @@ class LanePhase(Phase):
             longest = max(part.num_bytes for part in group.parts)
             length = min(longest, need * width)
             starts = _starts_bytes(group)
-            section = _Section(base, length, group, tuple(inside), None, starts, need * width)
+            section = _Section(base, length, group, tuple(inside), starts, need * width)
             self._sections.append(section)
             base += _aligned(length)
         self._bases = [section.base_bytes for section in self._sections]
@@ -138,17 +151,11 @@ class LanePhase(Phase):
     def _overlapping(self, bucket: int) -> Iterator[tuple[_Section, int, int, int]]:
         """Give each section of a bucket with its byte range, and where that lies in the row."""
         low = bucket * self.row_bytes
-        high = low + self.row_bytes
-        for section in _between(self._sections, self._bases, low, high):
-            start = max(low - section.base_bytes, 0)
-            stop = min(high - section.base_bytes, section.num_bytes)
-            if start < stop:
-                yield section, start, stop, section.base_bytes + start - low
+        yield from _overlaps(self._sections, self._bases, low, low + self.row_bytes)
 
     def reads(self, bucket: int, row: int) -> Iterator[Read]:
         """Give what to fetch for one row of a bucket (see :class:`Phase`)."""
         for section, start, stop, at in self._overlapping(bucket):
-            assert section.group is not None
             part = section.group.parts[row]
             stop = min(stop, _useful_bytes(section, row))
             if start < stop:
@@ -157,7 +164,6 @@ class LanePhase(Phase):
     def pieces(self, bucket: int) -> Iterator[Piece]:
         """Give the pieces in a bucket (see :class:`Phase`)."""
         for section, start, stop, at in self._overlapping(bucket):
-            assert section.group is not None
             width = section.group.dtype.itemsize_bytes
             if section.group.striped:
                 columns = (start // width, stop // width)
@@ -169,65 +175,54 @@ class LanePhase(Phase):
 
     def row_files(self, row: int) -> frozenset[str]:
         """Name the shards of one row (see :class:`Phase`)."""
-        groups = [section.group for section in self._sections if section.group]
-        return frozenset(group.parts[row].file for group in groups)
+        return frozenset(section.group.parts[row].file for section in self._sections)
 
 
 class SpacePhase(Phase):
-    """Things that lie one after another; a bucket is cut into equal rows."""
+    """Whole tensors that lie one after another; a bucket is cut into equal rows."""
 
-    def __init__(self, sections: Sequence[_Section], num_rows: int, row_bytes: int) -> None:
+    def __init__(self, wholes: Sequence[_Whole], num_rows: int, row_bytes: int) -> None:
         """Cut the space.
 
         Args:
-            sections: Concatenated groups, or whole tensors.
+            wholes: The tensors, by address.
             num_rows: Rows of a bucket.
             row_bytes: What one bucket holds of each row.
         """
-        self._sections = list(sections)
-        self._bases = [section.base_bytes for section in self._sections]
-        last = self._sections[-1]
+        self._wholes = list(wholes)
+        self._bases = [whole.base_bytes for whole in self._wholes]
+        last = self._wholes[-1]
         total = last.base_bytes + last.num_bytes
         super().__init__(num_rows, -(-total // num_rows), row_bytes)
 
-    def _overlapping(self, bucket: int, row: int) -> Iterator[tuple[_Section, int, int, int]]:
+    def _overlapping(self, bucket: int, row: int) -> Iterator[tuple[_Whole, int, int, int]]:
         low = (bucket * self.num_rows + row) * self.row_bytes
-        high = low + self.row_bytes
-        for section in _between(self._sections, self._bases, low, high):
-            start = max(low - section.base_bytes, 0)
-            stop = min(high - section.base_bytes, section.num_bytes)
-            if start < stop:
-                yield section, start, stop, section.base_bytes + start - low
+        yield from _overlaps(self._wholes, self._bases, low, low + self.row_bytes)
 
     def reads(self, bucket: int, row: int) -> Iterator[Read]:
         """Give what to fetch for one row of a bucket (see :class:`Phase`)."""
-        for section, start, stop, at in self._overlapping(bucket, row):
-            if section.span is not None:
-                yield _span_read(section.span, start, stop, at)
-            elif section.group is not None:
-                yield from _concat_reads(section, start, stop, at)
+        for whole, start, stop, at in self._overlapping(bucket, row):
+            yield _span_read(whole.span, start, stop, at)
 
     def pieces(self, bucket: int) -> Iterator[Piece]:
         """Give the pieces in a bucket (see :class:`Phase`)."""
         for row in range(self.num_rows):
-            for section, start, stop, at in self._overlapping(bucket, row):
-                yield from _linear_pieces(section, start, stop, row, at)
+            for whole, start, stop, at in self._overlapping(bucket, row):
+                width = whole.span.dtype.itemsize_bytes
+                count = (stop - start) // width
+                yield Piece(whole.tensor, row, 1, at, count, start // width, count)
 
     def row_files(self, row: int) -> frozenset[str]:
         """Name the shards of the space: any row may need any of them (see :class:`Phase`)."""
-        files = {section.span.file for section in self._sections if section.span}
-        groups = [section.group for section in self._sections if section.group]
-        return frozenset(files | {part.file for group in groups for part in group.parts})
+        return frozenset(whole.span.file for whole in self._wholes)
 
 
-def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool, num_ranks: int = 1) -> list[Phase]:
+def make_phases(plan: Plan, bucket_bytes: int, num_ranks: int) -> list[Phase]:
     """Cut a plan into phases of buckets.
 
     Args:
         plan: The plan.
         bucket_bytes: What one bucket moves, all rows together.
-        lanes: True where ranks exchange what they read from their own shards; false where whoever
-            writes a bucket also reads it, and long runs of the output matter more.
         num_ranks: Ranks that the rows are dealt out to; where some of them get fewer rows than
             others, or none, their share counts all the same, as it does in their memory.
 
@@ -236,13 +231,9 @@ def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool, num_ranks: int = 
     """
     members = _members_by_group(plan)
     lane_sets: dict[tuple[str, ...], list[int]] = {}
-    joined: list[int] = []
     for index in sorted(members):
-        group = plan.groups[index]
-        if group.striped or lanes:
-            lane_sets.setdefault(tuple(part.file for part in group.parts), []).append(index)
-        else:
-            joined.append(index)
+        files = tuple(part.file for part in plan.groups[index].parts)
+        lane_sets.setdefault(files, []).append(index)
     phases: list[Phase] = [
         LanePhase(
             [plan.groups[i] for i in chosen],
@@ -251,14 +242,9 @@ def make_phases(plan: Plan, bucket_bytes: int, *, lanes: bool, num_ranks: int = 
         )
         for files, chosen in lane_sets.items()
     ]
-    if joined:
-        sections = _concat_sections(plan, joined, members)
-        phases.append(SpacePhase(sections, 1, bucket_bytes))
-    spans = _span_sections(plan)
-    if spans:
-        widest = max((len(group.parts) for group in plan.groups), default=1)
-        rows = widest if lanes else 1
-        phases.append(SpacePhase(spans, rows, _share_bytes(bucket_bytes, rows, num_ranks)))
+    if wholes := _wholes(plan):
+        rows = max((len(group.parts) for group in plan.groups), default=1)
+        phases.append(SpacePhase(wholes, rows, _share_bytes(bucket_bytes, rows, num_ranks)))
     return [phase for phase in phases if phase.num_buckets]
 
 
@@ -279,45 +265,36 @@ def _members_by_group(plan: Plan) -> dict[int, list[_Member]]:
     return members
 
 
-def _concat_sections(
-    plan: Plan, chosen: Sequence[int], members: dict[int, list[_Member]]
-) -> list[_Section]:
-    sections, base = [], 0
-    for index in chosen:
-        group, inside = plan.groups[index], tuple(members[index])
-        length = _end_numel(inside) * group.dtype.itemsize_bytes
-        starts = _starts_bytes(group)
-        sections.append(_Section(base, length, group, inside, None, starts, length))
-        base += _aligned(length)
-    return sections
-
-
-def _span_sections(plan: Plan) -> list[_Section]:
-    sections, base = [], 0
+def _wholes(plan: Plan) -> list[_Whole]:
+    wholes, base = [], 0
     for index, tensor in enumerate(plan.tensors):
         span, numel = tensor.source.span, tensor.source.num_numel
         if span is not None and numel:
             length = numel * span.dtype.itemsize_bytes
-            inside = (_Member(0, numel, index, numel),)
-            sections.append(_Section(base, length, None, inside, span))
+            wholes.append(_Whole(base, length, span, index))
             base += _aligned(length)
-    return sections
+    return wholes
 
 
-def _between(
-    sections: Sequence[_Section], bases: Sequence[int], low: int, high: int
-) -> Iterator[_Section]:
-    first = max(bisect.bisect_right(bases, low) - 1, 0)
-    for index in range(first, len(sections)):
-        if bases[index] >= high:
+_Part = TypeVar("_Part", _Section, _Whole)
+
+
+def _overlaps(
+    parts: Sequence[_Part], bases: Sequence[int], low: int, high: int
+) -> Iterator[tuple[_Part, int, int, int]]:
+    """Give each part of ``[low, high)`` with its own byte range, and where that lies from low."""
+    for index in range(max(bisect.bisect_right(bases, low) - 1, 0), len(parts)):
+        part, base = parts[index], bases[index]
+        if base >= high:
             return
-        yield sections[index]
+        start, stop = max(low - base, 0), min(high - base, part.num_bytes)
+        if start < stop:
+            yield part, start, stop, base + start - low
 
 
 def _striped_pieces(
     section: _Section, columns: tuple[int, int], at_bytes: int, num_parts: int
 ) -> Iterator[Piece]:
-    assert section.group is not None
     low, high = columns
     width = section.group.dtype.itemsize_bytes
     for member in _members_between(section.members, low, high):
@@ -333,10 +310,8 @@ def _striped_pieces(
 def _linear_pieces(
     section: _Section, low_bytes: int, high_bytes: int, row: int, at_bytes: int
 ) -> Iterator[Piece]:
-    """Give the pieces of ``[low, high)`` of a concatenation (or of a single tensor)."""
-    dtype = section.group.dtype if section.group else section.span.dtype if section.span else None
-    assert dtype is not None
-    width = dtype.itemsize_bytes
+    """Give the pieces of ``[low, high)`` of a concatenation."""
+    width = section.group.dtype.itemsize_bytes
     low, high = low_bytes // width, high_bytes // width
     for member in _members_between(section.members, low, high):
         start = max(low, member.offset_numel)
@@ -355,18 +330,6 @@ def _members_between(members: Sequence[_Member], low: int, high: int) -> Iterato
         yield members[index]
 
 
-def _concat_reads(section: _Section, start: int, stop: int, at_bytes: int) -> Iterator[Read]:
-    assert section.group is not None
-    first = max(bisect.bisect_right(section.starts_bytes, start) - 1, 0)
-    for part, origin in zip(section.group.parts[first:], section.starts_bytes[first:], strict=True):
-        low, high = max(start, origin), min(stop, origin + part.num_bytes)
-        if origin >= stop:
-            return
-        if low < high:
-            extent = Extent(part.file, part.offset_bytes + low - origin, high - low)
-            yield Read(at_bytes + low - start, extent)
-
-
 def _span_read(span: TensorSpan, start: int, stop: int, at_bytes: int) -> Read:
     if span.is_contiguous:
         return Read(at_bytes, Extent(span.file, span.offset_bytes + start, stop - start))
@@ -376,7 +339,6 @@ def _span_read(span: TensorSpan, start: int, stop: int, at_bytes: int) -> Read:
 
 def _useful_bytes(section: _Section, row: int) -> int:
     """Bytes of a part that belong to tensors: the padding behind the last one is not read."""
-    assert section.group is not None
     held = section.group.parts[row].num_bytes
     if section.group.striped:
         return min(held, section.num_bytes)

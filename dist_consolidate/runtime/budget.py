@@ -1,4 +1,4 @@
-"""How much memory a run may use: the size of a bucket and how many are read ahead."""
+"""How much memory a run may use: the size of a bucket, and how many are held at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from dist_consolidate.errors import ResourceError
 from dist_consolidate.runtime.world import World
 from dist_consolidate.units import format_bytes
 
-CPU_BUCKET_BYTES = 32 * 10**6
-_MIN_GPU_BUCKET_BYTES, _MAX_GPU_BUCKET_BYTES = 16 * 2**20, 2**30
+CPU_BUCKET_BYTES = 8 * 10**6
+_MIN_GPU_BUCKET_BYTES, _MAX_GPU_BUCKET_BYTES = 16 * 2**20, 2**28
 # Of what is free on the device, leave the rest to fragmentation and to NCCL's own buffers.
 _GPU_SHARE = 0.5
-_CPU_STAGING_BYTES, _GPU_STAGING_BYTES = 8 * 2**20, 32 * 2**20
-NUM_STAGING = 2
+_CPU_STAGING_BYTES, _GPU_STAGING_BYTES = 4 * 2**20, 16 * 2**20
+_CPU_TABLES = 4  # one being read, one exchanged, one written, one to spare
+_MIN_TABLES = 3
+_CPU_THREADS, _GPU_THREADS = 2, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,29 +29,38 @@ class Budget:
     Attributes:
         bucket_bytes: What one round moves, all ranks together.
         staging_bytes: Size of one staging buffer in front of the writer.
-        device_bytes: Bytes of device memory that rows and buckets may take, or ``None`` on the
-            CPU, where the read-ahead is one bucket.
+        device_bytes: Bytes of device memory that buckets may take, or ``None`` on the CPU, where
+            a few buckets are held.
     """
 
     bucket_bytes: int
     staging_bytes: int
     device_bytes: int | None
 
-    def num_slots(self, slot_bytes: int, gathered_bytes: int, num_buckets: int) -> int:
-        """Tell how many buckets' rows to hold at once: all of them, where the device has room.
+    @property
+    def num_threads(self) -> int:
+        """Threads that read, and threads that write."""
+        return _CPU_THREADS if self.device_bytes is None else _GPU_THREADS
+
+    @property
+    def num_staging(self) -> int:
+        """Staging buffers: one for each writing thread, one being filled, one to spare."""
+        return self.num_threads + 2
+
+    def num_tables(self, table_bytes: int, num_buckets: int) -> int:
+        """Tell how many buckets to hold at once: all of them, where the device has room.
 
         Args:
-            slot_bytes: Rows of one bucket on this rank.
-            gathered_bytes: A gathered bucket on this rank.
+            table_bytes: What a rank holds of one bucket.
             num_buckets: Buckets in the run.
 
         Returns:
-            At least 2: one being moved, one being read.
+            At least 3: one being read, one exchanged, one made into output.
         """
-        if self.device_bytes is None or not slot_bytes:
-            return 2
-        room = self.device_bytes - gathered_bytes - NUM_STAGING * self.staging_bytes
-        return max(2, min(room // slot_bytes, num_buckets))
+        if self.device_bytes is None or not table_bytes:
+            return _CPU_TABLES
+        room = self.device_bytes - self.num_staging * self.staging_bytes
+        return max(_MIN_TABLES, min(room // table_bytes, num_buckets))
 
 
 def make_budget(world: World, bucket_bytes: int | None) -> Budget:
@@ -73,15 +84,17 @@ def make_budget(world: World, bucket_bytes: int | None) -> Budget:
     sharing = collections.Counter(place for place, _ in told)
     free_bytes = min(free // sharing[place] for place, free in told)
     usable = int(free_bytes * _GPU_SHARE)
+    if not world.data_group_carries_device:
+        bucket_bytes = bucket_bytes or _MIN_GPU_BUCKET_BYTES
     chosen = bucket_bytes or max(_MIN_GPU_BUCKET_BYTES, min(usable // 8, _MAX_GPU_BUCKET_BYTES))
-    # A bucket is held as rows twice, gathered once, and stands in front of the writer in part.
-    need = 3 * chosen + NUM_STAGING * _GPU_STAGING_BYTES
+    budget = Budget(chosen, _GPU_STAGING_BYTES, usable)
+    need = _MIN_TABLES * chosen + budget.num_staging * _GPU_STAGING_BYTES
     if need > free_bytes:
         raise ResourceError(
             f"a bucket of {format_bytes(chosen)} needs {format_bytes(need)} of device memory, but "
             f"only {format_bytes(free_bytes)} are free on some rank; use a smaller --bucket-size"
         )
-    return Budget(chosen, _GPU_STAGING_BYTES, usable)
+    return budget
 
 
 def _free_device_bytes(device: torch.device) -> int:

@@ -1,11 +1,15 @@
-"""Memory that weights pass through: host buffers, and what stands for them on a device."""
+"""Memory that weights pass through: allocated once, handed from stage to stage, and given back."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import queue
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
 
 import torch
+
+_Buffer = TypeVar("_Buffer")
 
 
 def use_device(device: torch.device) -> None:
@@ -31,8 +35,61 @@ def host_bytes(num_bytes: int, *, pinned: bool) -> tuple[torch.Tensor, memoryvie
     return tensor, memoryview(raw).cast("B")
 
 
+class Pool(Generic[_Buffer]):
+    """Buffers that go round: who gives one back lets somebody else go on.
+
+    This is how credits flow: nobody can be further ahead than there are buffers.
+    """
+
+    def __init__(self, buffers: Iterable[_Buffer]) -> None:
+        """Own the buffers."""
+        self._free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
+        for buffer in buffers:
+            self._free.put(buffer)
+
+    def take(self) -> _Buffer | None:
+        """Give a buffer; blocks until there is one, or gives ``None`` once the pool is closed."""
+        return self._free.get()
+
+    def give_back(self, buffer: _Buffer) -> None:
+        """Return a buffer."""
+        self._free.put(buffer)
+
+    def close(self) -> None:
+        """Wake one thread that waits for a buffer, in vain."""
+        self._free.put(None)
+
+
+class Table:
+    """Room for the rows of one bucket, on the device.
+
+    The tensor must outlive the view, so both stay together.
+
+    Attributes:
+        tensor: uint8, shape ``(num_bytes,)``.
+        view: The same memory for the operating system, on the CPU; else ``None``.
+        arrived: Event behind the last copy of rows into it, on an accelerator.
+        gathered: Event behind the exchange, on an accelerator.
+        released: Event behind the last use of what was in it, on an accelerator.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Allocate it."""
+        self.view: memoryview | None = None
+        if device.type == "cpu":
+            self.tensor, self.view = host_bytes(num_bytes, pinned=False)
+        else:
+            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self.arrived, self.gathered = torch.Event(device), torch.Event(device)
+            self.released = torch.Event(device)
+
+    def rows(self, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """Give its first bytes as rows, shape ``(num_rows, row_bytes)``."""
+        return self.tensor[: num_rows * row_bytes].view(num_rows, row_bytes)
+
+
 class Slot:
-    """A buffer on the device, with the host memory its bytes come from or go to.
+    """A staging buffer: output bytes on the device, with the host memory they go to.
 
     On the CPU both are the same memory. The tensor must outlive the view, so both stay together.
 
@@ -40,8 +97,9 @@ class Slot:
         tensor: uint8 on the device, shape ``(num_bytes,)``.
         host: uint8 on the host, the same bytes after a copy.
         view: The host bytes.
-        done: Event behind the last copy between the two; ``None`` on the CPU.
-        used_bytes: How much of it holds something, where that varies.
+        filled: Event behind what was put into ``tensor``; ``None`` on the CPU.
+        arrived: Event behind the copy to the host; ``None`` on the CPU.
+        used_bytes: How much of it holds something.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -51,13 +109,9 @@ class Slot:
         self.tensor = (
             self.host if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
         )
-        self.done: Any = None if on_host else torch.Event(device)
+        self.filled: Any = None if on_host else torch.Event(device)
+        self.arrived: Any = None if on_host else torch.Event(device)
         self.used_bytes = 0
-
-    def wait(self) -> None:
-        """Block until the last copy has arrived."""
-        if self.done is not None:
-            self.done.synchronize()
 
 
 class HostSlot:

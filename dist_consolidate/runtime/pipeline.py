@@ -1,14 +1,17 @@
 """The pipeline: read ahead, exchange, assemble and cast, write behind.
 
-A loader thread reads rows onto the device, the main thread runs the transport and the assembler,
-and a writer thread writes. Each hands buffers to the next and gets them back, so that memory is
-constant and nobody runs ahead of the disk.
+Threads read rows into tables, the main thread starts the exchanges and makes output of what has
+arrived, and threads write. Buffers go round and are given back by whoever is last to use them, so
+that memory is constant and nobody runs ahead of the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,18 +20,18 @@ import torch
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.errors import Caught
 from dist_consolidate.plan.buckets import Phase
-from dist_consolidate.runtime.assemble import Assembler, Moved
-from dist_consolidate.runtime.budget import NUM_STAGING, Budget
-from dist_consolidate.runtime.buffers import Slot
-from dist_consolidate.runtime.loader import Load, Loader, Row
+from dist_consolidate.runtime.assemble import Assembler, Moved, RowOrder
+from dist_consolidate.runtime.budget import Budget
+from dist_consolidate.runtime.buffers import Pool, Table
+from dist_consolidate.runtime.clock import Clock
+from dist_consolidate.runtime.exchange import Exchange
+from dist_consolidate.runtime.loader import Load, Loader
 from dist_consolidate.runtime.placement import Placement, place_rows
-from dist_consolidate.runtime.results import MoveResult
+from dist_consolidate.runtime.stages import StageTime
+from dist_consolidate.runtime.staging import Staging
 from dist_consolidate.runtime.transport import Transport
 from dist_consolidate.runtime.world import World
-from dist_consolidate.runtime.writer import Place, Writer
-
-# How many buckets a rank may be ahead of the slowest one where nothing is exchanged.
-_DIRECT_LAG = 8
+from dist_consolidate.runtime.writer import Checksum, Place, Writer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,22 +62,66 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
-    """One round on this rank: the bucket it takes part in (if any), and who writes it."""
+class MoveResult:
+    """What one rank did.
 
-    phase: int
+    Attributes:
+        num_bytes_read: Bytes read from shards.
+        num_bytes_written: Bytes written to output files.
+        checksums: CRC-32 of each range written, if asked for.
+        overflowed: Tensors that hold infinities after a cast to fp16.
+        stages: How long each stage was busy.
+    """
+
+    num_bytes_read: int
+    num_bytes_written: int
+    checksums: tuple[Checksum, ...]
+    overflowed: frozenset[int]
+    stages: tuple[StageTime, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Lane:
+    """What is the same for all buckets of a phase, found out once.
+
+    Attributes:
+        phase: The phase.
+        placement: Which rank has which rows.
+        order: Where the rows of all lie in a table.
+        first: Where this rank's rows begin in its tables.
+        num_rows: Rows of this rank's tables.
+    """
+
+    phase: Phase
+    placement: Placement
+    order: RowOrder
+    first: int
+    num_rows: int
+
+    @property
+    def table_bytes(self) -> int:
+        """What a table holds of a bucket."""
+        return self.num_rows * self.phase.row_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """One round: the bucket, and who writes it."""
+
+    lane: _Lane
     bucket: int
     writer: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tools:
-    """What a rank moves with: its threads and the room for a gathered bucket."""
+    """What a rank moves with."""
 
-    reader: ShardReader
+    tables: Pool[Table]
     loader: Loader
-    out: torch.Tensor
+    exchange: Exchange
     writer: Writer | None
+    assembler: Assembler | None
 
 
 def move(work: Work, world: World, transport: Transport, budget: Budget) -> MoveResult:
@@ -99,150 +146,174 @@ def move(work: Work, world: World, transport: Transport, budget: Budget) -> Move
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch copy in this thread alone: the loader and the writer want the other cores.
+def _undisturbed() -> Iterator[None]:
+    """Let torch copy in this thread alone, and keep the garbage collector still.
 
-    Its helper threads would spin at the end of every copy, and on a busy machine be waited for.
+    The readers and the writers want the other cores: torch's helper threads would spin at the end
+    of every copy, and on a busy machine be waited for. The loop makes no garbage in cycles, and a
+    collection in the middle looks at every object that the plan is made of.
     """
-    before = torch.get_num_threads()
+    num_threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
+    gc.disable()
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
+        if collects:
+            gc.enable()
 
 
 class _Mover:
     def __init__(self, work: Work, world: World, transport: Transport, budget: Budget) -> None:
         self.work, self.world, self.transport, self.budget = work, world, transport, budget
-        self.placements = [self._place(phase) for phase in work.phases]
-        self.positions = [
-            placement.position(phase.num_rows)
-            for phase, placement in zip(work.phases, self.placements, strict=True)
-        ]
-        self.steps = list(self._steps())
         self.writes = world.rank < work.num_writers
+        self.lanes = [self._lane(phase) for phase in work.phases]
+        self.num_steps = sum(phase.num_buckets for phase in work.phases)
+        self.clock = Clock(world.device)
 
-    def _place(self, phase: Phase) -> Placement:
-        if self.transport.lanes:
-            return place_rows(phase, self.work.visible)
-        rows = tuple(range(phase.num_rows))
-        return Placement((rows,), phase.num_rows)
+    def _lane(self, phase: Phase) -> _Lane:
+        placement = place_rows(phase, self.work.visible)
+        order = RowOrder(placement.position(phase.num_rows), self.world.device)
+        width = placement.width
+        if self.transport.receives(self.writes):
+            size = len(placement.rows)
+            return _Lane(phase, placement, order, self.world.rank * width, size * width)
+        return _Lane(phase, placement, order, 0, width)
 
-    def _rows(self, phase: int) -> tuple[int, ...]:
-        placement = self.placements[phase]
-        return placement.rows[self.world.rank if self.transport.lanes else 0]
-
-    def _steps(self) -> Iterator[_Step | None]:
-        """Give the rounds; each rank has equally many, some of them idle."""
-        numbered = enumerate(
-            (index, bucket)
-            for index, phase in enumerate(self.work.phases)
-            for bucket in range(phase.num_buckets)
+    def _steps(self) -> Iterator[_Step]:
+        """Give the rounds, the same on every rank but for its own lanes."""
+        buckets = (
+            (lane, bucket) for lane in self.lanes for bucket in range(lane.phase.num_buckets)
         )
-        if self.transport.lanes:
-            for number, (phase, bucket) in numbered:
-                yield _Step(phase, bucket, number % self.work.num_writers)
-            return
-        mine = [pair for number, pair in numbered if self._is_mine(number)]
-        total = sum(phase.num_buckets for phase in self.work.phases)
-        for index in range(-(-total // self.work.num_writers)):
-            yield _Step(*mine[index], self.world.rank) if index < len(mine) else None
-
-    def _is_mine(self, number: int) -> bool:
-        return number % self.work.num_writers == self.world.rank
+        for number, (lane, bucket) in enumerate(buckets):
+            yield _Step(lane, bucket, number % self.work.num_writers)
 
     def run(self) -> MoveResult:
         caught = Caught()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_one_thread())
+            stack.enter_context(_undisturbed())
             with caught:
                 tools = self._open(stack)
             self.world.control.agree(caught.error)
-            overflowed = self._run_steps(tools)
+            self._run_steps(tools)
+            writer, assembler = tools.writer, tools.assembler
             return MoveResult(
-                tools.reader.num_bytes_read,
-                tools.writer.num_bytes_written if tools.writer else 0,
-                tuple(tools.writer.checksums) if tools.writer else (),
-                overflowed,
-                (),
+                tools.loader.num_bytes_read,
+                writer.num_bytes_written if writer else 0,
+                tuple(writer.checksums) if writer else (),
+                assembler.overflowed if assembler else frozenset(),
+                self.clock.totals(),
             )
 
     def _open(self, stack: contextlib.ExitStack) -> _Tools:
         """Allocate all memory and start the threads; the stack ends them."""
-        work, device = self.work, self.world.device
-        reader = ShardReader(work.folder, work.file_bytes)
-        out = torch.empty(self._room_bytes(), dtype=torch.uint8, device=device)
-        writer = None
+        budget, device = self.budget, self.world.device
+        table_bytes = max((lane.table_bytes for lane in self.lanes), default=0)
+        num_tables = budget.num_tables(table_bytes, self.num_steps)
+        tables = Pool(Table(table_bytes, device) for _ in range(num_tables))
+        writer = assembler = None
         if self.writes:
-            slots = [Slot(self.budget.staging_bytes, device) for _ in range(NUM_STAGING)]
             writer = Writer(
-                work.files, work.places, slots=slots, checksums=work.checksums, device=device
+                self.work.files,
+                self.work.places,
+                checksums=self.work.checksums,
+                num_threads=budget.num_threads,
+                device=device,
+                clock=self.clock,
             )
             stack.callback(writer.close)
-        loader = self._make_loader(reader)
+            assembler = self._make_assembler(writer)
+        loader = self._make_loader(tables)
         stack.callback(loader.stop)
-        return _Tools(reader, loader, out, writer)
+        exchange = Exchange(self.transport, device, self.clock)
+        stack.callback(exchange.drain)
+        return _Tools(tables, loader, exchange, writer, assembler)
 
-    def _make_loader(self, reader: ShardReader) -> Loader:
-        work = self.work
-        sizes = [
-            placement.width * phase.row_bytes
-            for phase, placement in zip(work.phases, self.placements, strict=True)
-        ]
-        slot_bytes = max(sizes, default=0)
+    def _make_assembler(self, writer: Writer) -> Assembler:
+        budget, device = self.budget, self.world.device
+        staging = Staging(budget.num_staging, budget.staging_bytes, device, self.clock)
+        sorting = (lane.table_bytes for lane in self.lanes if not lane.order.is_plain)
+        return Assembler(
+            self.work.tensors,
+            staging,
+            writer.submit,
+            sorting_bytes=max(sorting, default=0),
+            clock=self.clock,
+        )
+
+    def _make_loader(self, tables: Pool[Table]) -> Loader:
+        work, rank = self.work, self.world.rank
         loads = (
-            Load(work.phases[step.phase], step.bucket, self._rows(step.phase))
-            for step in self.steps
-            if step is not None
+            Load(
+                step.lane.phase,
+                step.bucket,
+                step.lane.placement.rows[rank],
+                step.lane.first * step.lane.phase.row_bytes,
+            )
+            for step in self._steps()
         )
-        num_slots = self.budget.num_slots(slot_bytes, self._room_bytes(), len(self.steps))
+        files = {
+            file
+            for lane in self.lanes
+            for row in lane.placement.rows[rank]
+            for file in lane.phase.row_files(row)
+        }
         return Loader(
-            reader, loads, num_slots=num_slots, slot_bytes=slot_bytes, device=self.world.device
+            lambda: ShardReader(work.folder, work.file_bytes),
+            loads,
+            tables,
+            num_threads=_num_readers(self.budget.num_threads, len(files)),
+            device=self.world.device,
+            clock=self.clock,
         )
 
-    def _room_bytes(self) -> int:
-        if not self.transport.needs_room(self.writes):
-            return 0
-        return max(
-            (
-                self.world.size * placement.width * phase.row_bytes
-                for phase, placement in zip(self.work.phases, self.placements, strict=True)
-            ),
-            default=0,
-        )
+    def _run_steps(self, tools: _Tools) -> None:
+        """Go through all rounds; an error here is told in the next one and ends every rank.
 
-    def _run_steps(self, tools: _Tools) -> frozenset[int]:
-        """Go through all rounds; an error here is told in the next one and ends every rank."""
-        writer, loader = tools.writer, tools.loader
-        assembler = Assembler(self.work.tensors, writer.acquire, writer.submit) if writer else None
-        control, lag = self.world.control, 0 if self.transport.lanes else _DIRECT_LAG
-        caught = Caught()
-        for step in self.steps:
-            row: Row | None = None
+        A bucket's exchange is started before the one before it is waited for. It is started on
+        every rank or on none: between the beat, in which all say that they are ready, and the start
+        there is nothing that could fail for a disk's or a buffer's sake.
+        """
+        control, caught = self.world.control, Caught()
+        flying: tuple[_Step, Table] | None = None
+        for step in self._steps():
             with caught:
-                row = loader.next() if step is not None and caught.error is None else None
-            control.beat(caught.error, lag)
-            if step is None or row is None:
-                continue
+                table = tools.loader.next()
+            control.beat(caught.error)
+            lane = step.lane
+            rows = table.rows(lane.num_rows, lane.phase.row_bytes)
+            tools.exchange.start(table, rows, lane.first, lane.placement, step.writer)
             with caught:
-                self._move_bucket(step, row, tools.out, assembler)
-                loader.give_back(row)
-        control.flush()
+                if flying:
+                    self._land(*flying, tools)
+            flying = step, table
         with caught:
-            if caught.error is None and assembler is not None and writer is not None:
-                assembler.flush()
-                writer.finish()
+            if flying and caught.error is None:
+                self._land(*flying, tools)
+            if caught.error is None and tools.assembler and tools.writer:
+                tools.assembler.flush()
+                tools.writer.finish()
         control.agree(caught.error)
-        return frozenset(assembler.overflowed if assembler else ())
 
-    def _move_bucket(
-        self, step: _Step, row: Row, out: torch.Tensor, assembler: Assembler | None
-    ) -> None:
-        phase, placement = self.work.phases[step.phase], self.placements[step.phase]
-        row.wait()
-        num_bytes = placement.width * phase.row_bytes
-        rows = row.tensor[:num_bytes].view(-1, phase.row_bytes)
-        table = self.transport.exchange(rows, out, placement, step.writer)
-        if table is not None and assembler is not None:
-            assembler.take(table, self.positions[step.phase], phase.pieces(step.bucket))
+    def _land(self, step: _Step, table: Table, tools: _Tools) -> None:
+        """Wait for a bucket's exchange; its writer makes output of it."""
+        tools.exchange.finish(table)
+        give_back = functools.partial(self._give_back, tools.tables, table)
+        if step.writer == self.world.rank and tools.assembler:
+            phase = step.lane.phase
+            pieces = phase.pieces(step.bucket)
+            tools.assembler.take(table, phase.row_bytes, step.lane.order, pieces, give_back)
+        else:
+            give_back()
+
+    def _give_back(self, tables: Pool[Table], table: Table) -> None:
+        if table.view is None:
+            table.released.record(torch.accelerator.current_stream(self.world.device))
+        tables.give_back(table)
+
+
+def _num_readers(wanted: int, num_files: int) -> int:
+    """Fewer where so many shards are read that every thread's descriptors would be too many."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(wanted, limit // (2 * max(num_files, 1))))

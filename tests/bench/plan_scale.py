@@ -153,9 +153,7 @@ def main() -> None:
     marks.append(time.monotonic())
     plan = plan_here(checkpoint, Options(ties="drop"))
     marks.append(time.monotonic())
-    numel = [
-        sum(sampled_numel(make_phases(plan, BUCKET_BYTES, lanes=lanes))) for lanes in (True, False)
-    ]
+    numel = sum(sampled_numel(make_phases(plan, BUCKET_BYTES, 1)))
     marks.append(time.monotonic())
     names = ("census_and_layout_sec", "ties_and_plan_sec", "buckets_sec")
     found: dict[str, object] = {

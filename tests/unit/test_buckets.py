@@ -281,14 +281,14 @@ def files_read(phase: Phase, row: int) -> set[str]:
 
 
 @settings(deadline=None, max_examples=300)
-@given(worlds(), BUCKET_BYTES, st.booleans(), st.integers(1, 7))
-def test_every_byte_goes_where_it_belongs(world, bucket_bytes, lanes, num_ranks):
-    phases = make_phases(world.plan(), bucket_bytes, lanes=lanes, num_ranks=num_ranks)
+@given(worlds(), BUCKET_BYTES, st.integers(1, 7))
+def test_every_byte_goes_where_it_belongs(world, bucket_bytes, num_ranks):
+    phases = make_phases(world.plan(), bucket_bytes, num_ranks)
     ledger = Ledger(world)
     for phase in phases:
         assert phase.num_buckets > 0
         assert phase.row_bytes % ALIGNMENT_BYTES == 0
-        rows = -(-phase.num_rows // num_ranks) * num_ranks if lanes else phase.num_rows
+        rows = -(-phase.num_rows // num_ranks) * num_ranks
         assert phase.row_bytes * rows <= max(bucket_bytes, ALIGNMENT_BYTES * rows)
         for bucket in range(phase.num_buckets):
             ledger.write(phase, bucket)
@@ -300,15 +300,15 @@ def test_every_byte_goes_where_it_belongs(world, bucket_bytes, lanes, num_ranks)
 @settings(deadline=None, max_examples=40)
 @given(worlds(spans=False), BUCKET_BYTES)
 def test_each_lane_is_one_shard(world, bucket_bytes):
-    for phase in make_phases(world.plan(), bucket_bytes, lanes=True):
+    for phase in make_phases(world.plan(), bucket_bytes, 1):
         files = [phase.row_files(row) for row in range(phase.num_rows)]
         assert all(len(names) == 1 for names in files)
         assert len({name for names in files for name in names}) == phase.num_rows
 
 
 @settings(deadline=None, max_examples=40)
-@given(worlds(), BUCKET_BYTES, st.booleans())
-def test_asking_twice_gives_the_same(world, bucket_bytes, lanes):
+@given(worlds(), BUCKET_BYTES, st.integers(1, 7))
+def test_asking_twice_gives_the_same(world, bucket_bytes, num_ranks):
     plan = world.plan()
 
     def told() -> list[object]:
@@ -317,7 +317,7 @@ def test_asking_twice_gives_the_same(world, bucket_bytes, lanes):
                 list(phase.pieces(bucket)),
                 [list(phase.reads(bucket, r)) for r in range(phase.num_rows)],
             )
-            for phase in make_phases(plan, bucket_bytes, lanes=lanes)
+            for phase in make_phases(plan, bucket_bytes, num_ranks)
             for bucket in range(phase.num_buckets)
         ]
 
@@ -325,38 +325,36 @@ def test_asking_twice_gives_the_same(world, bucket_bytes, lanes):
 
 
 @settings(deadline=None, max_examples=40)
-@given(worlds(spans=False), BUCKET_BYTES, st.booleans(), st.randoms())
-def test_tensors_that_are_not_wanted(world, bucket_bytes, lanes, random):
+@given(worlds(spans=False), BUCKET_BYTES, st.integers(1, 7), st.randoms())
+def test_tensors_that_are_not_wanted(world, bucket_bytes, num_ranks, random):
     # Some tensors of a group are left out, and the others stand in another order.
     kept = [index for index in range(len(world.sources)) if random.random() < 0.6]
     random.shuffle(kept)
     world.sources = [world.sources[index] for index in kept]
     world.truth = [world.truth[index] for index in kept]
     ledger = Ledger(world)
-    for phase in make_phases(world.plan(), bucket_bytes, lanes=lanes):
+    for phase in make_phases(world.plan(), bucket_bytes, num_ranks):
         for bucket in range(phase.num_buckets):
             ledger.write(phase, bucket)
     ledger.check()
 
 
-@pytest.mark.parametrize("lanes", [True, False])
-def test_an_empty_plan(lanes):
-    assert make_phases(World(1, 0).plan(), 100, lanes=lanes) == []
+def test_an_empty_plan():
+    assert make_phases(World(1, 0).plan(), 100, 1) == []
 
 
-@pytest.mark.parametrize("lanes", [True, False])
-def test_only_empty_tensors(lanes):
+def test_only_empty_tensors():
     world = World(3, 0)
     world.add_striped(BY_NAME["float32"], [(0,), (0, 5)], ["f0", "f1"])
     world.add_linear(BY_NAME["float32"], [((0,), 0)], ["f0", "f1"])
     world.add_span(BY_NAME["int64"], (3, 0), (1, 1), "f2")
-    assert make_phases(world.plan(), 100, lanes=lanes) == []
+    assert make_phases(world.plan(), 100, 1) == []
 
 
 def test_a_bucket_larger_than_everything_is_one_bucket():
     world = World(2, 0)
     world.add_striped(BY_NAME["float32"], [(5, 3), (7,)], ["f0", "f1"])
-    (phase,) = make_phases(world.plan(), 1 << 30, lanes=True)
+    (phase,) = make_phases(world.plan(), 1 << 30, 1)
     assert (phase.num_rows, phase.num_buckets, phase.row_bytes) == (2, 1, 48)
 
 
@@ -364,7 +362,7 @@ def test_a_bucket_by_hand():
     # Two ranks, one tensor of five elements: three on the first, two and a padding on the second.
     world = World(2, 0)
     world.add_striped(BY_NAME["float32"], [(5,)], ["f0", "f1"])
-    (phase,) = make_phases(world.plan(), 1 << 20, lanes=True)
+    (phase,) = make_phases(world.plan(), 1 << 20, 1)
     (piece,) = phase.pieces(0)
     assert dataclasses.asdict(piece) == {
         "tensor": 0,
