@@ -25,4 +25,4 @@ def test_plan_of_1024_shards(stage: int) -> None:
     numel = sum(rows * columns for rows, columns in shapes(100_000).values())
     assert found["output_bytes"] == 4 * numel
     assert found["peak_bytes"] < 2 * 10**9
-    assert all(0 < sampled <= numel * 1.01 for sampled in found["sampled_numel"])
+    assert 0 < found["sampled_numel"] <= numel * 1.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from dist_consolidate.runtime.buffers import Table
 from dist_consolidate.runtime.clock import Clock
 from dist_consolidate.runtime.placement import Placement
 from dist_consolidate.runtime.transport import Transport
+
+_DRAIN_TIMEOUT = datetime.timedelta(minutes=1)
 
 
 class Exchange:
@@ -64,9 +67,12 @@ class Exchange:
                 work.wait()
 
     def drain(self) -> None:
-        """Wait for what is in flight when the run has failed; it was started on every rank."""
+        """Wait for what is in flight when the run has failed, so that the group stays usable.
+
+        It was started on every rank, unless one could not even do that: then it never comes.
+        """
         for works in self._works.values():
             for work in works:
                 with contextlib.suppress(RuntimeError):
-                    work.wait()
+                    work.wait(_DRAIN_TIMEOUT)
         self._works.clear()

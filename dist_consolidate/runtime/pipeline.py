@@ -281,13 +281,11 @@ class _Mover:
             with caught:
                 table = tools.loader.next()
             control.beat(caught.error)
-            lane = step.lane
-            rows = table.rows(lane.num_rows, lane.phase.row_bytes)
-            tools.exchange.start(table, rows, lane.first, lane.placement, step.writer)
             with caught:
+                self._start(step, table, tools)
                 if flying:
                     self._land(*flying, tools)
-            flying = step, table
+                flying = step, table
         with caught:
             if flying and caught.error is None:
                 self._land(*flying, tools)
@@ -295,6 +293,11 @@ class _Mover:
                 tools.assembler.flush()
                 tools.writer.finish()
         control.agree(caught.error)
+
+    def _start(self, step: _Step, table: Table, tools: _Tools) -> None:
+        lane = step.lane
+        rows = table.rows(lane.num_rows, lane.phase.row_bytes)
+        tools.exchange.start(table, rows, lane.first, lane.placement, step.writer)
 
     def _land(self, step: _Step, table: Table, tools: _Tools) -> None:
         """Wait for a bucket's exchange; its writer makes output of it."""
