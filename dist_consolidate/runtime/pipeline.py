@@ -113,6 +113,10 @@ class _Step:
     writer: int
 
 
+# A bucket and where its rows are.
+_Held = tuple[_Step, Table]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tools:
     """What a rank moves with."""
@@ -271,28 +275,43 @@ class _Mover:
     def _run_steps(self, tools: _Tools) -> None:
         """Go through all rounds; an error here is told in the next one and ends every rank.
 
-        A bucket's exchange is started before the one before it is waited for. It is started on
-        every rank or on none: between the beat, in which all say that they are ready, and the start
-        there is nothing that could fail for a disk's or a buffer's sake.
+        While one bucket waits for the word that all ranks have theirs, the one before it travels
+        and the one before that is made into output. An exchange is started on every rank or on
+        none: between that word and the start nothing can fail for a disk's or a buffer's sake.
         """
         control, caught = self.world.control, Caught()
-        flying: tuple[_Step, Table] | None = None
+        ready: _Held | None = None
+        flying: _Held | None = None
         for step in self._steps():
             with caught:
                 table = tools.loader.next()
-            control.beat(caught.error)
+            if caught.error is not None:
+                self._keep_up(ready, tools)
+            control.beat(caught.error, lag=1)
             with caught:
-                self._start(step, table, tools)
-                if flying:
-                    self._land(*flying, tools)
-                flying = step, table
+                self._advance(ready, flying, tools)
+            ready, flying = (step, table), ready
+        control.flush()
         with caught:
-            if flying and caught.error is None:
-                self._land(*flying, tools)
-            if caught.error is None and tools.assembler and tools.writer:
+            self._advance(ready, flying, tools)
+            self._advance(None, ready, tools)
+            if tools.assembler and tools.writer:
                 tools.assembler.flush()
                 tools.writer.finish()
         control.agree(caught.error)
+
+    def _keep_up(self, ready: _Held | None, tools: _Tools) -> None:
+        """Start what the other ranks start before they hear of an error here."""
+        self.world.control.flush()
+        with Caught():
+            self._advance(ready, None, tools)
+
+    def _advance(self, ready: _Held | None, flying: _Held | None, tools: _Tools) -> None:
+        """Start one bucket's exchange, then wait for another's."""
+        if ready:
+            self._start(*ready, tools)
+        if flying:
+            self._land(*flying, tools)
 
     def _start(self, step: _Step, table: Table, tools: _Tools) -> None:
         lane = step.lane
