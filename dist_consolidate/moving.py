@@ -10,7 +10,7 @@ from dist_consolidate.errors import Caught, UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.output.layout import FileLayout
 from dist_consolidate.plan.direct import FileMap, Share
-from dist_consolidate.plan.owners import Owned, deal_out
+from dist_consolidate.plan.owners import Owned, Owners, deal_out
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank_0
 from dist_consolidate.report import RankReport
@@ -165,6 +165,7 @@ class _Exchange:
         self.transport, self._planned, self._layouts = transport, planned, layouts
         self._options, self._world, self._plan = options, world, planned.plan
         self.num_writers = options.num_writers(world.size) or 1
+        self._dealt = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
 
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do (see :class:`Moving`)."""
@@ -189,15 +190,13 @@ class _Exchange:
     def _work(self, budget: Budget, transport: Transport, paths: Sequence[Path]) -> Work:
         from dist_consolidate.plan.buckets import make_phases
         from dist_consolidate.runtime.assemble import Moved
+        from dist_consolidate.runtime.ownership import Place
         from dist_consolidate.runtime.pipeline import Work
-        from dist_consolidate.runtime.writer import Place
 
         return Work(
             folder=self._planned.folder.path,
             file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
-            phases=make_phases(
-                self._plan, budget.bucket_bytes, lanes=True, num_ranks=self._world.size
-            ),
+            phases=make_phases(self._plan, budget.bucket_bytes, num_ranks=self._world.size),
             tensors=[
                 Moved(
                     tensor.source.num_numel,
@@ -215,6 +214,7 @@ class _Exchange:
                 for tensor in self._plan.tensors
             ],
             num_writers=self.num_writers,
+            owners=Owners(self._dealt),
             checksums=any(layout.needs_crc for layout in self._layouts),
             visible=self._planned.visible,
         )

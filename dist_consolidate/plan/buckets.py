@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan
-from dist_consolidate.checkpoint.fragments import Read
+from dist_consolidate.checkpoint.fragments import Read, span_read
 from dist_consolidate.checkpoint.model import FlatGroup
 from dist_consolidate.plan.plan import Plan
 
@@ -202,7 +202,7 @@ class SpacePhase(Phase):
     def reads(self, bucket: int, row: int) -> Iterator[Read]:
         """Give what to fetch for one row of a bucket (see :class:`Phase`)."""
         for whole, start, stop, at in self._overlapping(bucket, row):
-            yield _span_read(whole.span, start, stop, at)
+            yield span_read(whole.span, start, stop, at)
 
     def pieces(self, bucket: int) -> Iterator[Piece]:
         """Give the pieces in a bucket (see :class:`Phase`)."""
@@ -328,13 +328,6 @@ def _members_between(members: Sequence[_Member], low: int, high: int) -> Iterato
         if members[index].offset_numel >= high:
             return
         yield members[index]
-
-
-def _span_read(span: TensorSpan, start: int, stop: int, at_bytes: int) -> Read:
-    if span.is_contiguous:
-        return Read(at_bytes, Extent(span.file, span.offset_bytes + start, stop - start))
-    width = span.dtype.itemsize_bytes
-    return Read(at_bytes, None, span, start // width, stop // width)
 
 
 def _useful_bytes(section: _Section, row: int) -> int:

@@ -17,8 +17,9 @@ import torch
 from dist_consolidate.plan.buckets import Piece
 from dist_consolidate.runtime.buffers import Slot, Table
 from dist_consolidate.runtime.clock import Clock
+from dist_consolidate.runtime.ownership import Run
 from dist_consolidate.runtime.staging import Staging
-from dist_consolidate.runtime.writer import Filled, Run
+from dist_consolidate.runtime.writer import Filled
 
 # A shorter range of a row is copied to its neighbours: one write for all costs less than its own.
 _IN_PLACE_BYTES = 64 << 10
@@ -89,6 +90,7 @@ class Assembler:
         staging: Staging,
         submit: Callable[[Filled], None],
         *,
+        concerns: Callable[[Piece], bool],
         sorting_bytes: int,
         clock: Clock,
     ) -> None:
@@ -98,11 +100,12 @@ class Assembler:
             tensors: By index in the plan.
             staging: Staging buffers.
             submit: Takes what is to be written.
+            concerns: Tells whether something of a piece is written here.
             sorting_bytes: The largest table whose rows have to be sorted.
             clock: Told of what is assembled.
         """
         self._tensors, self._staging, self._submit, self._clock = tensors, staging, submit, clock
-        device = staging.device
+        self._concerns, device = concerns, staging.device
         self._is_cast = [moved.source_dtype != moved.output_dtype for moved in tensors]
         self._room = torch.empty(sorting_bytes, dtype=torch.uint8, device=device)
         self._infinite = torch.zeros(len(tensors), dtype=torch.bool, device=device)
@@ -134,7 +137,7 @@ class Assembler:
         """
         runs: list[Run] = []
         rows = None
-        for piece in pieces:
+        for piece in filter(self._concerns, pieces):
             moved = self._tensors[piece.tensor]
             width = moved.source_dtype.itemsize
             num_bytes = piece.num_numel * width

@@ -23,19 +23,23 @@ class _Timed(NamedTuple):
 
 
 class Clock:
-    """Times stages on the host and on a device; any thread may use it."""
+    """Times stages on the host and on a device; any thread may use it.
+
+    Attributes:
+        watch: Where the times are added up.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Start with nothing."""
         self._device = device
-        self._watch = Stopwatch()
+        self.watch = Stopwatch()
         self._lock = threading.Lock()
         self._running: collections.deque[_Timed] = collections.deque()
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     def host(self, name: str, num_bytes: int) -> contextlib.AbstractContextManager[None]:
         """Time what the block does on the host (see :class:`Stopwatch`)."""
-        return self._watch.timing(name, num_bytes)
+        return self.watch.timing(name, num_bytes)
 
     def device(self, name: str, num_bytes: int) -> contextlib.AbstractContextManager[None]:
         """Time what the block does on the device: on the CPU that is the block itself.
@@ -49,7 +53,7 @@ class Clock:
             stream, and nobody waits for them.
         """
         if self._device.type == "cpu":
-            return self._watch.timing(name, num_bytes)
+            return self.watch.timing(name, num_bytes)
         return self._between_events(name, num_bytes)
 
     def totals(self) -> tuple[StageTime, ...]:
@@ -58,7 +62,7 @@ class Clock:
             for timed in self._running:
                 timed.end.synchronize()
             self._collect()
-        return self._watch.totals()
+        return self.watch.totals()
 
     @contextlib.contextmanager
     def _between_events(self, name: str, num_bytes: int) -> Iterator[None]:
@@ -83,5 +87,5 @@ class Clock:
         """Read out what has ended; its events are used again."""
         while self._running and self._running[0].end.query():
             name, num_bytes, begin, end = self._running.popleft()
-            self._watch.add(name, num_bytes, begin.elapsed_time(end) / 1e3)
+            self.watch.add(name, num_bytes, begin.elapsed_time(end) / 1e3)
             self._spare.append((begin, end))

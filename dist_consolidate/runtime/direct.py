@@ -22,6 +22,7 @@ from dist_consolidate.plan.direct import DirectBucket, Filled, Share
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.runtime.bypass import BypassReader, IoChoice, Lap, Way
 from dist_consolidate.runtime.cast import Caster, has_infinity, overflows
+from dist_consolidate.runtime.collector import collector_paused
 from dist_consolidate.runtime.outfiles import OutputFiles, aligned_bytes
 from dist_consolidate.runtime.results import Checksum, MoveResult
 from dist_consolidate.runtime.stages import Stopwatch
@@ -113,6 +114,10 @@ class DirectMove:
             ConsolidateError: If a shard cannot be read.
             OSError: If an output file cannot be written.
         """
+        with collector_paused():
+            return self._run()
+
+    def _run(self) -> MoveResult:
         workers = [_Worker(self) for _ in range(self._num_threads())]
         threads = [
             threading.Thread(target=worker.run, name=f"consolidate-{index}", daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,12 @@ class Exchange:
         self._works: dict[Table, list[Any]] = {}
 
     def start(
-        self, table: Table, rows: torch.Tensor, first: int, placement: Placement, writer: int
+        self,
+        table: Table,
+        rows: torch.Tensor,
+        first: int,
+        placement: Placement,
+        writers: Sequence[int],
     ) -> None:
         """Start to exchange a table's rows; every rank must, once all are ready.
 
@@ -45,15 +51,15 @@ class Exchange:
             rows: What of it is exchanged (see :meth:`Transport.start`).
             first: Where this rank's own rows begin.
             placement: Which rank has which rows.
-            writer: The rank that needs the result.
+            writers: The ranks that need the result.
         """
         if self._stream is None:
             with self._clock.host("exchange", rows.numel()):
-                self._works[table] = self._transport.start(rows, first, placement, writer)
+                self._works[table] = self._transport.start(rows, first, placement, writers)
             return
         self._stream.wait_event(table.arrived)
         with self._stream, self._clock.device("exchange", rows.numel()):
-            for work in self._transport.start(rows, first, placement, writer):
+            for work in self._transport.start(rows, first, placement, writers):
                 work.wait()  # this stream, not the host
         table.gathered.record(self._stream)
 

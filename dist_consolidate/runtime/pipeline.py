@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,18 +19,21 @@ import torch
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.errors import Caught
 from dist_consolidate.plan.buckets import Phase
+from dist_consolidate.plan.owners import Owners
 from dist_consolidate.runtime.assemble import Assembler, Moved, RowOrder
 from dist_consolidate.runtime.budget import Budget
 from dist_consolidate.runtime.buffers import Pool, Table
 from dist_consolidate.runtime.clock import Clock
+from dist_consolidate.runtime.collector import collector_paused
 from dist_consolidate.runtime.exchange import Exchange
 from dist_consolidate.runtime.loader import Load, Loader
+from dist_consolidate.runtime.ownership import Ownership, Place
 from dist_consolidate.runtime.placement import Placement, place_rows
-from dist_consolidate.runtime.stages import StageTime
+from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.staging import Staging
 from dist_consolidate.runtime.transport import Transport
 from dist_consolidate.runtime.world import World
-from dist_consolidate.runtime.writer import Checksum, Place, Writer
+from dist_consolidate.runtime.writer import Writer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Work:
         files: Output files, created with their full size.
         places: For each tensor, every place its bytes go to.
         num_writers: Ranks that write: the first ones.
+        owners: Which of them writes which ranges of the files.
         checksums: Note a CRC-32 of everything that is written.
         visible: For each rank, the shards it sees.
     """
@@ -57,27 +60,9 @@ class Work:
     files: Sequence[Path]
     places: Sequence[Sequence[Place]]
     num_writers: int
+    owners: Owners
     checksums: bool
     visible: Sequence[frozenset[str]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MoveResult:
-    """What one rank did.
-
-    Attributes:
-        num_bytes_read: Bytes read from shards.
-        num_bytes_written: Bytes written to output files.
-        checksums: CRC-32 of each range written, if asked for.
-        overflowed: Tensors that hold infinities after a cast to fp16.
-        stages: How long each stage was busy.
-    """
-
-    num_bytes_read: int
-    num_bytes_written: int
-    checksums: tuple[Checksum, ...]
-    overflowed: frozenset[int]
-    stages: tuple[StageTime, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,11 +91,11 @@ class _Lane:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """One round: the bucket, and who writes it."""
+    """One round: the bucket, and who write of it."""
 
     lane: _Lane
     bucket: int
-    writer: int
+    writers: tuple[int, ...]
 
 
 # A bucket and where its rows are.
@@ -154,18 +139,15 @@ def _undisturbed() -> Iterator[None]:
     """Let torch copy in this thread alone, and keep the garbage collector still.
 
     The readers and the writers want the other cores: torch's helper threads would spin at the end
-    of every copy, and on a busy machine be waited for. The loop makes no garbage in cycles, and a
-    collection in the middle looks at every object that the plan is made of.
+    of every copy, and on a busy machine be waited for.
     """
-    num_threads, collects = torch.get_num_threads(), gc.isenabled()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.disable()
     try:
-        yield
+        with collector_paused():
+            yield
     finally:
         torch.set_num_threads(num_threads)
-        if collects:
-            gc.enable()
 
 
 class _Mover:
@@ -175,6 +157,13 @@ class _Mover:
         self.lanes = [self._lane(phase) for phase in work.phases]
         self.num_steps = sum(phase.num_buckets for phase in work.phases)
         self.clock = Clock(world.device)
+        self.ownership = Ownership(
+            work.owners,
+            work.num_writers,
+            world.rank,
+            work.places,
+            [moved.output_dtype.itemsize for moved in work.tensors],
+        )
 
     def _lane(self, phase: Phase) -> _Lane:
         placement = place_rows(phase, self.work.visible)
@@ -190,8 +179,8 @@ class _Mover:
         buckets = (
             (lane, bucket) for lane in self.lanes for bucket in range(lane.phase.num_buckets)
         )
-        for number, (lane, bucket) in enumerate(buckets):
-            yield _Step(lane, bucket, number % self.work.num_writers)
+        for lane, bucket in buckets:
+            yield _Step(lane, bucket, self.ownership.writers(lane.phase.pieces(bucket)))
 
     def run(self) -> MoveResult:
         caught = Caught()
@@ -221,6 +210,7 @@ class _Mover:
             writer = Writer(
                 self.work.files,
                 self.work.places,
+                ownership=self.ownership,
                 checksums=self.work.checksums,
                 num_threads=budget.num_threads,
                 device=device,
@@ -242,6 +232,7 @@ class _Mover:
             self.work.tensors,
             staging,
             writer.submit,
+            concerns=self.ownership.concerns,
             sorting_bytes=max(sorting, default=0),
             clock=self.clock,
         )
@@ -316,13 +307,13 @@ class _Mover:
     def _start(self, step: _Step, table: Table, tools: _Tools) -> None:
         lane = step.lane
         rows = table.rows(lane.num_rows, lane.phase.row_bytes)
-        tools.exchange.start(table, rows, lane.first, lane.placement, step.writer)
+        tools.exchange.start(table, rows, lane.first, lane.placement, step.writers)
 
     def _land(self, step: _Step, table: Table, tools: _Tools) -> None:
         """Wait for a bucket's exchange; its writer makes output of it."""
         tools.exchange.finish(table)
         give_back = functools.partial(self._give_back, tools.tables, table)
-        if step.writer == self.world.rank and tools.assembler:
+        if self.world.rank in step.writers and tools.assembler:
             phase = step.lane.phase
             pieces = phase.pieces(step.bucket)
             tools.assembler.take(table, phase.row_bytes, step.lane.order, pieces, give_back)

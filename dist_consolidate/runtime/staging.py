@@ -9,7 +9,8 @@ import torch
 
 from dist_consolidate.runtime.buffers import Pool, Slot
 from dist_consolidate.runtime.clock import Clock
-from dist_consolidate.runtime.writer import Filled, Run
+from dist_consolidate.runtime.ownership import Run
+from dist_consolidate.runtime.writer import Filled
 
 
 class Staging:

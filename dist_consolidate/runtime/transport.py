@@ -1,4 +1,4 @@
-"""How a bucket's rows reach the rank that writes them.
+"""How a bucket's rows reach the ranks that write them.
 
 One interface, two ways. A transport is entered only when every rank has said that its rows are on
 its device and that there is room for what it receives.
@@ -11,6 +11,8 @@ Legend: ``W`` rows at most on a rank (the placement's width), ``B`` bytes per ro
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +25,7 @@ class Transport(Protocol):
     """Moves the rows of one bucket."""
 
     def start(
-        self, table: torch.Tensor, first: int, placement: Placement, writer: int
+        self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
     ) -> list[Any]:
         """Start to move one bucket; every rank does so for the same buckets in the same order.
 
@@ -32,10 +34,10 @@ class Transport(Protocol):
                 what comes; else ``(W, B)``, just what it sends.
             first: Where this rank's own rows begin in it; those it does not have hold anything.
             placement: Which rank has which rows.
-            writer: The rank that needs the result.
+            writers: The ranks that need the result.
 
         Returns:
-            What to wait for (``torch.distributed.Work``): then the writer's table is complete,
+            What to wait for (``torch.distributed.Work``): then the writers' tables are complete,
             and every other rank's free to use again.
         """
 
@@ -51,7 +53,7 @@ class AllGather:
         self._group = group
 
     def start(
-        self, table: torch.Tensor, first: int, placement: Placement, writer: int
+        self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
     ) -> list[Any]:
         """All-gather in place (see :class:`Transport`)."""
         import torch.distributed as dist
@@ -69,20 +71,20 @@ class AllGather:
 
 
 class Gather:
-    """Only the writer receives: point-to-point messages, which gloo moves far faster."""
+    """Only writers receive: point-to-point messages, which gloo moves far faster."""
 
     def __init__(self, rank: int, group: Any) -> None:  # noqa: ANN401 - a process group
         """Remember who this is, and the process group to talk over."""
         self._rank, self._group = rank, group
 
     def start(
-        self, table: torch.Tensor, first: int, placement: Placement, writer: int
+        self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
     ) -> list[Any]:
-        """Send to the writer, or receive from all others (see :class:`Transport`)."""
+        """Send to the writers, and receive from all others as one (see :class:`Transport`)."""
         import torch.distributed as dist
 
         operations = []
-        for rank, rows in enumerate(placement.rows):
+        for writer, (rank, rows) in itertools.product(writers, enumerate(placement.rows)):
             if not rows or rank == writer or self._rank not in (rank, writer):
                 continue
             sends = rank == self._rank
@@ -93,7 +95,7 @@ class Gather:
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def receives(self, is_writer: bool) -> bool:
-        """Tell that only a writer does."""
+        """Tell that only writers do."""
         return is_writer
 
 
@@ -106,7 +108,7 @@ class ViaHost:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def start(
-        self, table: torch.Tensor, first: int, placement: Placement, writer: int
+        self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
     ) -> list[Any]:
         """Move through host memory, and wait for it (see :class:`Transport`)."""
         if self._room.numel() < table.numel():
@@ -114,7 +116,7 @@ class ViaHost:
         room = self._room[: table.numel()].view(table.shape)
         own = slice(first, first + placement.width)
         room[own].copy_(table[own])
-        for work in self._inner.start(room, first, placement, writer):
+        for work in self._inner.start(room, first, placement, writers):
             work.wait()
         table.copy_(room)
         return []

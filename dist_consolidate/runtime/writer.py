@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,41 +14,9 @@ import torch
 from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.buffers import use_device
 from dist_consolidate.runtime.clock import Clock
-from dist_consolidate.runtime.writeback import start_writeback
-
-
-class Place(NamedTuple):
-    """Where a tensor's bytes go: a file and the offset of its first byte."""
-
-    file: int
-    tensor: int
-    offset_bytes: int
-
-
-class Checksum(NamedTuple):
-    """CRC-32 of a range of a stored tensor that this process wrote."""
-
-    file: int
-    tensor: int
-    start_bytes: int
-    num_bytes: int
-    crc: int
-
-
-class Run(NamedTuple):
-    """A contiguous range of one tensor's output bytes, lying in a buffer.
-
-    Attributes:
-        tensor: Index in the plan.
-        start_bytes: Where it begins in the tensor.
-        at_bytes: Where it begins in the buffer.
-        num_bytes: Length.
-    """
-
-    tensor: int
-    start_bytes: int
-    at_bytes: int
-    num_bytes: int
+from dist_consolidate.runtime.outfiles import OutputFiles
+from dist_consolidate.runtime.ownership import Ownership, Place, Run
+from dist_consolidate.runtime.results import Checksum
 
 
 class Filled(NamedTuple):
@@ -81,6 +47,7 @@ class Writer:
         files: Sequence[Path],
         places: Sequence[Sequence[Place]],
         *,
+        ownership: Ownership,
         checksums: bool,
         num_threads: int,
         device: torch.device,
@@ -91,17 +58,15 @@ class Writer:
         Args:
             files: Output files; they exist and have their full size.
             places: For each tensor of the plan, every place its bytes go to.
+            ownership: What of the files this rank writes; the rest of a run is left out.
             checksums: Note a CRC-32 of each run.
             num_threads: Threads.
             device: What the events of the buffers belong to.
             clock: Told of what is written.
         """
-        self._files, self._places, self._device, self._clock = files, places, device, clock
-        self._want_checksums = checksums
+        self._files, self._places, self._device = OutputFiles(files, clock.watch), places, device
+        self._ownership, self._want_checksums = ownership, checksums
         self.checksums: list[Checksum] = []
-        self.num_bytes_written = 0
-        self._descriptors: dict[int, int] = {}
-        self._lock = threading.Lock()
         self._todo: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
         self._caught = Caught()
         self._threads = [
@@ -131,18 +96,19 @@ class Writer:
         """
         self._join()
         self._caught.raise_if_any()
-        for file, descriptor in self._descriptors.items():
-            with _named(self._files[file]), self._clock.host("sync", 0):
-                os.fsync(descriptor)
+        self._files.sync()
 
     def close(self) -> None:
         """Stop the threads, without caring for what is not written yet, and close the files."""
         if self._threads:
             self._caught.error = self._caught.error or InterruptedError("the run was given up")
             self._join()
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._files.close()
+
+    @property
+    def num_bytes_written(self) -> int:
+        """Bytes that went into the files."""
+        return self._files.num_bytes_written
 
     def _join(self) -> None:
         for _ in self._threads:
@@ -166,47 +132,21 @@ class Writer:
         """Write all runs; neighbours in both buffer and file become one write."""
         file = at = offset = length = 0
         for run in runs:
-            crc = 0
-            if self._want_checksums:
-                crc = zlib.crc32(view[run.at_bytes : run.at_bytes + run.num_bytes])
             for place in self._places[run.tensor]:
-                if self._want_checksums:
-                    self.checksums.append(
-                        Checksum(place.file, place.tensor, run.start_bytes, run.num_bytes, crc)
-                    )
-                where = place.offset_bytes + run.start_bytes
-                follows = place.file == file and where == offset + length
-                if length and follows and run.at_bytes == at + length:
-                    length += run.num_bytes
-                    continue
-                self._pwrite(file, view[at : at + length], offset)
-                file, at, offset, length = place.file, run.at_bytes, where, run.num_bytes
-        self._pwrite(file, view[at : at + length], offset)
+                for part in self._ownership.parts(place, run):
+                    if self._want_checksums:
+                        self._note_checksum(view, place, part)
+                    where = place.offset_bytes + part.start_bytes
+                    follows = place.file == file and where == offset + length
+                    if length and follows and part.at_bytes == at + length:
+                        length += part.num_bytes
+                        continue
+                    self._files.write(file, view[at : at + length], offset)
+                    file, at, offset, length = place.file, part.at_bytes, where, part.num_bytes
+        self._files.write(file, view[at : at + length], offset)
 
-    def _pwrite(self, file: int, data: memoryview, offset_bytes: int) -> None:
-        if not len(data):
-            return
-        descriptor = self._descriptor(file)
-        done = 0
-        with _named(self._files[file]), self._clock.host("write", len(data)):
-            while done < len(data):
-                done += os.pwrite(descriptor, data[done:], offset_bytes + done)
-        start_writeback(descriptor, offset_bytes, done)
-        with self._lock:
-            self.num_bytes_written += done
-
-    def _descriptor(self, file: int) -> int:
-        with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(self._files[file], os.O_WRONLY | os.O_CLOEXEC)
-            return self._descriptors[file]
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Put the file's name into what the operating system says of a descriptor."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
+    def _note_checksum(self, view: memoryview, place: Place, part: Run) -> None:
+        crc = zlib.crc32(view[part.at_bytes : part.at_bytes + part.num_bytes])
+        self.checksums.append(
+            Checksum(place.file, place.tensor, part.start_bytes, part.num_bytes, crc)
+        )
