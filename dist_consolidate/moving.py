@@ -21,9 +21,9 @@ from dist_consolidate.runtime.world import World
 if TYPE_CHECKING:
     import torch
 
+    from dist_consolidate.plan.buckets import Phase
     from dist_consolidate.runtime.budget import Budget
     from dist_consolidate.runtime.pipeline import Work
-    from dist_consolidate.runtime.transport import Transport
 
 # What the threads of a rank hold together, output bytes; and how many there are. Two keep a core
 # each busy; more keep a disk busy that answers slowly.
@@ -166,29 +166,55 @@ class _Exchange:
         self._options, self._world, self._plan = options, world, planned.plan
         self.num_writers = options.num_writers(world.size) or 1
         self._dealt = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
+        self._budget = self._agreed_budget()
 
-    def forecast(self) -> tuple[RankReport, ...]:
-        """Say what each rank would do (see :class:`Moving`)."""
-        return (RankReport(0, 0, 0, 0),) * self._world.size
-
-    def move(self, paths: Sequence[Path]) -> MoveResult:
-        """Move all bytes (see :class:`Moving`)."""
-        from dist_consolidate.runtime.pipeline import move
-
-        budget, transport = self._resources()
-        return move(self._work(budget, transport, paths), self._world, transport, budget)
-
-    def _resources(self) -> tuple[Budget, Transport]:
+    def _agreed_budget(self) -> Budget:
         from dist_consolidate.runtime.budget import make_budget
-        from dist_consolidate.runtime.transport import make_transport
 
         with (caught := Caught()):
             budget = make_budget(self._world, self._options.bucket_bytes)
         self._world.control.agree(caught.error)
-        return budget, make_transport(self.transport, self._world)
+        return budget
 
-    def _work(self, budget: Budget, transport: Transport, paths: Sequence[Path]) -> Work:
+    def _phases(self) -> list[Phase]:
         from dist_consolidate.plan.buckets import make_phases
+
+        return make_phases(self._plan, self._budget.bucket_bytes, num_ranks=self._world.size)
+
+    def forecast(self) -> tuple[RankReport, ...]:
+        """Say what each rank would do (see :class:`Moving`)."""
+        from dist_consolidate.runtime.placement import place_rows
+
+        phases = self._phases()
+        placed = [place_rows(phase, self._planned.visible) for phase in phases]
+        size, num_buckets = self._world.size, sum(phase.num_buckets for phase in phases)
+        pairs = list(zip(phases, placed, strict=True))
+        table_bytes = max((p.row_bytes * where.width * size for p, where in pairs), default=0)
+        found = []
+        for rank in range(size):
+            mine = self._dealt[rank] if rank < self.num_writers else ()
+            lengths = (
+                phase.row_bytes * phase.num_buckets * len(w.rows[rank]) for phase, w in pairs
+            )
+            found.append(
+                RankReport(
+                    num_bytes_read=sum(lengths),
+                    num_bytes_written=sum(part.stop_bytes - part.start_bytes for part in mine),
+                    num_buckets=num_buckets,
+                    memory_bytes=self._budget.held_bytes(table_bytes, num_buckets),
+                )
+            )
+        return tuple(found)
+
+    def move(self, paths: Sequence[Path]) -> MoveResult:
+        """Move all bytes (see :class:`Moving`)."""
+        from dist_consolidate.runtime.pipeline import move
+        from dist_consolidate.runtime.transport import make_transport
+
+        transport = make_transport(self.transport, self._world)
+        return move(self._work(paths), self._world, transport, self._budget)
+
+    def _work(self, paths: Sequence[Path]) -> Work:
         from dist_consolidate.runtime.assemble import Moved
         from dist_consolidate.runtime.ownership import Place
         from dist_consolidate.runtime.pipeline import Work
@@ -196,7 +222,7 @@ class _Exchange:
         return Work(
             folder=self._planned.folder.path,
             file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
-            phases=make_phases(self._plan, budget.bucket_bytes, num_ranks=self._world.size),
+            phases=self._phases(),
             tensors=[
                 Moved(
                     tensor.source.num_numel,

@@ -62,6 +62,16 @@ class Budget:
         room = self.device_bytes - self.num_staging * self.staging_bytes
         return max(_MIN_TABLES, min(room // table_bytes, num_buckets))
 
+    def held_bytes(self, table_bytes: int, num_buckets: int) -> int:
+        """Tell what buckets and staging buffers take together.
+
+        Args:
+            table_bytes: What a rank holds of one bucket.
+            num_buckets: Buckets in the run.
+        """
+        tables = self.num_tables(table_bytes, num_buckets) * table_bytes
+        return tables + self.num_staging * self.staging_bytes
+
 
 def make_budget(world: World, bucket_bytes: int | None) -> Budget:
     """Agree on the memory limits.
