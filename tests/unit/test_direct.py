@@ -23,9 +23,7 @@ from dist_consolidate.plan.direct import DirectBucket, FileMap, Owned, Share, de
 from dist_consolidate.plan.plan import Plan, PlannedTensor
 
 PAGE, STRIPE = 4096, 4 << 20
-DTYPES = [
-    BY_NAME[n] for n in ("uint8", "bfloat16", "float16", "float32", "float64", "complex128")
-]
+DTYPES = [BY_NAME[n] for n in ("uint8", "bfloat16", "float16", "float32", "float64", "complex128")]
 FLOATS = ("float32", "bfloat16", "float64", "float16")
 
 
@@ -245,7 +243,9 @@ class Ledger:
             width = tensor.dtype.itemsize_bytes
             low, high = item.start_numel, item.start_numel + item.num_numel
             assert 0 <= low < high <= self.result.size(item.tensor)
-            parts.append((item.at_bytes, self.result.values[item.tensor][low * width : high * width]))
+            parts.append(
+                (item.at_bytes, self.result.values[item.tensor][low * width : high * width])
+            )
             read[item.tensor][low:high] += 1
             taken += item.num_numel * tensor.source.dtype.itemsize_bytes
             self.check_kept(item)
