@@ -217,7 +217,7 @@ def test_a_file_that_is_gone(folder):
 def test_a_sync_that_fails_names_the_file(folder, monkeypatch):
     for file in (0, 1):
         folder.output.write(file, memory(CONTENT[:100]), 0)
-    second = os.stat(folder.paths[1]).st_ino
+    second = folder.paths[1].stat().st_ino
     strike(monkeypatch, "fsync", errno.EIO, lambda fd: os.fstat(fd).st_ino == second)
     with pytest.raises(OSError) as caught:
         folder.output.sync()
@@ -230,7 +230,7 @@ def test_every_file_that_was_written_is_synced(folder, monkeypatch):
     real, synced = os.fsync, set()
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), real(fd)))
     folder.output.sync()
-    assert synced == {os.stat(path).st_ino for path in folder.paths}
+    assert synced == {path.stat().st_ino for path in folder.paths}
 
 
 def test_several_threads_at_once(folder):
