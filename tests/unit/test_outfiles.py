@@ -106,6 +106,11 @@ def test_memory_begins_at_a_page(num_bytes):
         room[:] = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
 
 
+def test_memory_that_is_not_there_is_told_as_such():
+    with pytest.raises(MemoryError, match=f"{1 << 61:,} bytes cannot be allocated"):
+        aligned_bytes(1 << 61)
+
+
 # Writing.
 
 
