@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ from dist_consolidate.runtime.control import exit_code
 from dist_consolidate.units import format_bytes, plural
 
 if TYPE_CHECKING:
-    from dist_consolidate.report import Report
+    from dist_consolidate.report import RankReport, Report
 
 _DESCRIPTION = """\
 Consolidate the ZeRO shards of a DeepSpeed run into safetensors or .bin files with every key of
@@ -244,20 +245,22 @@ def _times(report: Report) -> list[str]:
 
 
 def _forecast(report: Report) -> list[str]:
-    """Say what the ranks would do, those that do the same together."""
+    """Say what the ranks would do, neighbours that do the same together."""
     lines = [f"transport {report.transport}; nothing was written (--dry-run)"]
-    by_work: dict[str, list[int]] = {}
-    for rank, work in enumerate(report.ranks):
-        text = (
-            f"reads {format_bytes(work.num_bytes_read)}, writes "
-            f"{format_bytes(work.num_bytes_written)}, {plural(work.num_buckets, 'bucket')}, holds "
-            f"{format_bytes(work.memory_bytes)} of weights at most"
-        )
-        by_work.setdefault(text, []).append(rank)
-    for text, ranks in by_work.items():
+    works = [_work_text(work) for work in report.ranks]
+    for text, group in itertools.groupby(range(len(works)), key=lambda rank: works[rank]):
+        ranks = list(group)
         several = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
         lines.append(f"{several}: each {text}" if len(ranks) > 1 else f"{several}: {text}")
     return lines
+
+
+def _work_text(work: RankReport) -> str:
+    return (
+        f"reads {format_bytes(work.num_bytes_read)}, writes "
+        f"{format_bytes(work.num_bytes_written)}, {plural(work.num_buckets, 'bucket')}, holds "
+        f"{format_bytes(work.memory_bytes)} of weights at most"
+    )
 
 
 def _left_out(report: Report) -> list[str]:

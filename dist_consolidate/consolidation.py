@@ -16,7 +16,12 @@ from dist_consolidate.output.crc import CrcLedger
 from dist_consolidate.output.index import MANIFEST_NAME, index_file_name, index_json
 from dist_consolidate.output.layout import FileLayout, layout_for
 from dist_consolidate.output.manifest import manifest_json
-from dist_consolidate.output.publish import Publication, check_free_space, prepare
+from dist_consolidate.output.publish import (
+    Publication,
+    check_free_space,
+    check_output,
+    prepare,
+)
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank_0, plan_together
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
@@ -219,12 +224,14 @@ class _Run:
     def forecast(self, target: Path, clock: Sequence[float]) -> Report:
         """Say what would be done; checks of the output folder that write nothing are made."""
         total = sum(layout.num_bytes for layout in self.layouts)
-        on_rank_0(
-            self.world.control,
-            lambda: check_free_space(target, total, overwrite=self.options.overwrite),
-        )
+
+        def check() -> Path:
+            check_free_space(target, total, overwrite=self.options.overwrite)
+            return check_output(target, self.names, overwrite=self.options.overwrite)
+
+        output_dir = on_rank_0(self.world.control, check)
         ranks = self.moving.forecast()
-        report = self.report(target, ranks, self.plan.notes, [*clock, clock[-1], clock[-1]])
+        report = self.report(output_dir, ranks, self.plan.notes, [*clock, clock[-1], clock[-1]])
         return dataclasses.replace(report, is_dry_run=True)
 
     def report(

@@ -81,15 +81,28 @@ class ShardReader:
             try:
                 count = os.preadv(descriptor, batch, offset_bytes + done)
             except OSError as error:
-                raise CheckpointError(
-                    f"{self._folder / file}: cannot be read at byte {offset_bytes + done}: "
-                    f"{error.strerror or error}"
-                ) from error
+                raise self.unreadable(file, offset_bytes + done, error) from error
             done += count
             if not count and any(batch):
                 raise self.cut_short(file, offset_bytes + done, sum(map(len, waiting)))
             _drop(waiting, count)
         self.count(done)
+
+    def unreadable(self, file: str, offset_bytes: int, error: OSError) -> CheckpointError:
+        """Make the error for a shard that the system could not read.
+
+        Args:
+            file: The shard.
+            offset_bytes: Where it was to be read.
+            error: What the system said.
+
+        Returns:
+            The error.
+        """
+        return CheckpointError(
+            f"{self._folder / file}: cannot be read at byte {offset_bytes}: "
+            f"{error.strerror or error}"
+        )
 
     def cut_short(self, file: str, offset_bytes: int, num_missing_bytes: int) -> CheckpointError:
         """Make the error for a shard that ended too early.

@@ -172,18 +172,37 @@ def prepare(
     """
     assert re.fullmatch(_TOKEN, token), f"{token!r} is no token"
     assert all(name == Path(name).name for name in file_names), "a file name holds a folder"
-    if (output_dir.exists() or output_dir.is_symlink()) and not output_dir.is_dir():
-        raise UsageError(f"{output_dir} exists and is not a folder; choose another output folder")
-    output_dir = output_dir.resolve()
+    output_dir = check_output(output_dir, file_names, overwrite=overwrite)
     with _explained(output_dir):
-        if output_dir.is_dir():
-            _refuse_occupied(output_dir, file_names, overwrite)
         parent = output_dir if output_dir.is_dir() else output_dir.parent
         parent.mkdir(parents=True, exist_ok=True)
         _remove_old_work(output_dir)
         work_dir = parent / f"{_work_prefix(output_dir)}{token}"
         work_dir.mkdir()
     return Publication(output_dir, work_dir, tuple(file_names))
+
+
+def check_output(output_dir: Path, file_names: Sequence[str], *, overwrite: bool = False) -> Path:
+    """Check that a result may be written to a folder; nothing is changed.
+
+    Args:
+        output_dir: As :func:`prepare`.
+        file_names: As :func:`prepare`.
+        overwrite: As :func:`prepare`.
+
+    Returns:
+        The folder, symbolic links resolved.
+
+    Raises:
+        UsageError: As :func:`prepare`, except for what only writing can tell.
+    """
+    if (output_dir.exists() or output_dir.is_symlink()) and not output_dir.is_dir():
+        raise UsageError(f"{output_dir} exists and is not a folder; choose another output folder")
+    output_dir = output_dir.resolve()
+    with _explained(output_dir):
+        if output_dir.is_dir():
+            _refuse_occupied(output_dir, file_names, overwrite)
+    return output_dir
 
 
 def check_free_space(path: Path, num_bytes: int, *, overwrite: bool = False) -> None:

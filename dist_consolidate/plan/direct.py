@@ -162,22 +162,27 @@ class Share:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the output files that are filled here."""
-        return sum(window.stop_bytes - window.start_bytes for window in self._windows)
+        """Bytes of the output files that are filled here; what nobody knows yet is not."""
+        return sum(stop - start for _, _, start, stop in self._parts())
 
     @property
     def num_read_bytes(self) -> int:
         """Bytes that are read from shards for all of that."""
         total = 0
+        for segment, file, start, stop in self._parts():
+            if segment.tensor >= 0:
+                tensor = self._plan.tensors[segment.tensor]
+                led = sum(b - a for a, b in self._leads(segment, file, start, stop))
+                widths = tensor.source.dtype.itemsize_bytes, tensor.dtype.itemsize_bytes
+                total += led // widths[1] * widths[0]
+        return total
+
+    def _parts(self) -> Iterator[tuple[_Segment, int, int, int]]:
+        """Give what lies in the owned ranges: segment, file, and which part of the file."""
         for file, low, high in self._owned:
             for segment in _overlapping(self._segments[file], low, high):
-                if segment.tensor >= 0:
-                    tensor = self._plan.tensors[segment.tensor]
-                    start, stop = max(low, segment.start_bytes), min(high, segment.stop_bytes)
-                    led = sum(b - a for a, b in self._leads(segment, file, start, stop))
-                    widths = tensor.source.dtype.itemsize_bytes, tensor.dtype.itemsize_bytes
-                    total += led // widths[1] * widths[0]
-        return total
+                start, stop = max(low, segment.start_bytes), min(high, segment.stop_bytes)
+                yield segment, file, start, stop
 
     def bucket(self, index: int) -> DirectBucket:
         """Compute one bucket.

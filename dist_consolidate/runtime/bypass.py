@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy
 
 from dist_consolidate.checkpoint.shards import ShardReader
-from dist_consolidate.errors import CheckpointError
 from dist_consolidate.runtime.outfiles import ALIGNMENT_BYTES, aligned_bytes
 
 # A result so large that trying both ways on its first part costs next to nothing.
@@ -133,7 +132,7 @@ class BypassReader:
             if error.errno == errno.EINVAL:
                 self.works = False
                 return False
-            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+            raise self._reader.unreadable(file, low, error) from error
         if found < skip + num_bytes:
             raise self._reader.cut_short(file, low + found, skip + num_bytes - found)
         at = skip

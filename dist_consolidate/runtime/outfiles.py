@@ -33,7 +33,11 @@ _COPY_BYTES = 8 << 20
 
 def aligned_bytes(num_bytes: int) -> memoryview:
     """Give page-aligned memory of a size, to be filled; it is freed with the last view of it."""
-    return memoryview(mmap.mmap(-1, max(num_bytes, 1)))[:num_bytes]
+    try:
+        return memoryview(mmap.mmap(-1, max(num_bytes, 1)))[:num_bytes]
+    except OSError as error:
+        # To be told as memory, not as a file that has no name.
+        raise MemoryError(f"{num_bytes:,} bytes cannot be allocated") from error
 
 
 def address_of(view: memoryview) -> int:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from dist_consolidate import __version__
-from dist_consolidate.cli import main, parse
+from dist_consolidate.cli import _summary, main, parse
 from dist_consolidate.errors import UsageError
 from dist_consolidate.options import Options
+from dist_consolidate.report import RankReport, Report
 from tests.cases import CASES, assert_same_bits, load_output
 from tests.synthetic import Param, Spec, write
 
@@ -282,3 +283,33 @@ def test_keys_that_are_lost(capsys, tmp_path):
     said = capsys.readouterr().out
     (left_out,) = (line for line in said.splitlines() if line.startswith("left out: "))
     assert set(left_out.removeprefix("left out: ").split(": ")[0].split(", ")) == named
+
+
+def test_a_dry_run_names_neighbours_that_do_the_same_together():
+    some, less, none = (RankReport(n, 2 * n, 3, 4000) for n in (1000, 500, 0))
+    told = Report(
+        output_dir=Path("out"),
+        files=("model.safetensors",),
+        num_tensors=3,
+        num_bytes=7000,
+        ties={},
+        left_out={},
+        notes=(),
+        facts={"tag": "t", "tag_chosen": "c", "step": 1, "stage": 3, "world_size": 2},
+        transport="direct",
+        num_bytes_read=3500,
+        duration_sec=0.1,
+        planning_sec=0.1,
+        moving_sec=0.0,
+        publishing_sec=0.0,
+        ranks=(some, less, some, some, none),
+        is_dry_run=True,
+    )
+    each = "3 buckets, holds 4 KB of weights at most"
+    assert _summary(told)[-5:] == [
+        "transport direct; nothing was written (--dry-run)",
+        f"rank 0: reads 1 KB, writes 2 KB, {each}",
+        f"rank 1: reads 500 B, writes 1 KB, {each}",
+        f"ranks 2 to 3: each reads 1 KB, writes 2 KB, {each}",
+        f"rank 4: reads 0 B, writes 0 B, {each}",
+    ]
