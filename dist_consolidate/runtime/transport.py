@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dist_consolidate.runtime.control import TIMEOUT
 from dist_consolidate.runtime.placement import Placement
 from dist_consolidate.runtime.world import World
 
@@ -44,13 +45,36 @@ class Transport(Protocol):
     def receives(self, is_writer: bool) -> bool:
         """Tell whether a rank must have room for the rows of all."""
 
+    def close(self) -> None:
+        """Give up what was made for it; every rank does."""
+
 
 class AllGather:
-    """Every rank receives all rows: one all-gather of equal slices (NCCL on GPUs)."""
+    """Every rank receives all rows: one all-gather of equal slices (NCCL on GPUs).
 
-    def __init__(self, group: Any) -> None:  # noqa: ANN401 - a process group
-        """Remember the process group to talk over."""
-        self._group = group
+    Collectives of one group must be issued in the same order everywhere. A rank that tells of an
+    error issues them otherwise than the ranks that hear of it, so bytes and words need two groups.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Take the world's data group, or make one where that is the control plane's; every rank.
+
+        Args:
+            world: This rank.
+        """
+        self._group, self._is_own = world.data_group, False
+        on_host = world.device.type == "cpu" or not world.data_group_carries_device
+        if on_host and world.data_group is not None:
+            import torch.distributed as dist
+
+            self._group, self._is_own = dist.new_group(backend="gloo", timeout=TIMEOUT), True
+
+    def close(self) -> None:
+        """Destroy the group that was made here (see :class:`Transport`)."""
+        if self._is_own:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(self._group)
 
     def start(
         self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
@@ -98,6 +122,9 @@ class Gather:
         """Tell that only writers do."""
         return is_writer
 
+    def close(self) -> None:
+        """Do nothing: messages have no order to keep with collectives."""
+
 
 class ViaHost:
     """Carries a device's rows over a CPU group, where ranks share a device and NCCL cannot."""
@@ -125,6 +152,10 @@ class ViaHost:
         """Tell what the inner transport does."""
         return self._inner.receives(is_writer)
 
+    def close(self) -> None:
+        """Close the inner transport."""
+        self._inner.close()
+
 
 def make_transport(name: str, world: World) -> Transport:
     """Make a transport.
@@ -136,6 +167,6 @@ def make_transport(name: str, world: World) -> Transport:
     Returns:
         The transport, over the group that can carry the device's memory.
     """
-    group = world.data_group
-    inner: Transport = AllGather(group) if name == "allgather" else Gather(world.rank, group)
+    inner: Transport
+    inner = AllGather(world) if name == "allgather" else Gather(world.rank, world.data_group)
     return inner if world.data_group_carries_device else ViaHost(inner)
