@@ -384,6 +384,25 @@ def test_ranks_that_own_a_copy_each_read_one_each():
     assert [share.num_read_bytes for share in shares] == [10, 10]
 
 
+def test_neighbours_in_the_bucket_that_go_to_two_files_are_two_writes():
+    # Both tensors stand in file 0; the copies in files 1 and 2 would follow one another in one.
+    builder, values = Builder(3, 0), [b"abcdefgh", b"ijklmnop"]
+    places = [[builder.stored(0, value, 4, 0)] for value in values]
+    places[0].append(builder.stored(1, values[0], 4, 4))
+    places[1].append(builder.stored(2, values[1], 4, 12))
+    pair = (BY_NAME["float32"],) * 2
+    result = made(builder, [planned(pair, 2, each) for each in places], values)
+    (owned,) = deal_out(result.maps, 1)
+    share, ledger = Share(result.plan, result.maps, owned, 1 << 20), Ledger(result)
+    assert [tuple(write) for write in share.bucket(0).writes] == [
+        (0, 0, 0, 16),
+        (1, 4, 0, 8),
+        (2, 12, 8, 8),
+    ]
+    ledger.rank(share)
+    ledger.check()
+
+
 def test_a_bucket_by_hand():
     # A header of 4 bytes, then 2 float32; 16 bytes to a bucket at least.
     builder = Builder(1, 0)
