@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -135,6 +136,14 @@ def parse(arguments: Sequence[str]) -> tuple[str, str | None, Options]:
     return ckpt_dir, output_dir, make_options({**values, **given})
 
 
+def _allow_many_files() -> None:
+    """Raise this process's own limit of open files as far as it may: a shard is one each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -163,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return error.exit_code
     # A batch system's request to stop ends the program in order: nothing half-written is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _allow_many_files()
     told: list[Exception] = []
 
     def tell(error: Exception) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from dist_consolidate.errors import Caught, UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.output.layout import FileLayout
-from dist_consolidate.plan.direct import FileMap, Owned, Share, deal_out
+from dist_consolidate.plan.direct import FileMap, Share
+from dist_consolidate.plan.owners import Owned, deal_out
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank_0
 from dist_consolidate.report import RankReport
@@ -105,7 +106,7 @@ class _Direct:
             FileMap(layout.num_bytes, layout.blocks, layout.data_offset_bytes) for layout in layouts
         ]
         self._checksums = any(layout.needs_crc for layout in layouts)
-        self._owned = deal_out(self._maps, self.num_writers)
+        self._owned = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
         self._ratio = _widest_cast(self._plan)
 
     def _share(self, owned: Sequence[Owned]) -> Share:
@@ -137,7 +138,7 @@ class _Direct:
             num_threads=_NUM_THREADS,
         )
         move = DirectMove(work)
-        return self._world.control.together(move.run, move.stop, lambda: move.num_done)
+        return self._world.control.together(move.run, move.stop, move.progress)
 
 
 def _widest_cast(plan: Plan) -> float:

@@ -1,9 +1,8 @@
 """Direct work: which bytes of which output file a rank fills, from which shards.
 
-Where shards and output are seen by everyone, each rank owns ranges of the output files and fills
-them: it reads what belongs there and writes it, and nothing crosses the network. Ranges begin and
-end at multiples of a stripe, so that no two ranks write into one page. A rank cuts its ranges into
-buckets; a bucket is computed when it is asked for, so that no list of fragments is ever made.
+Where shards and output are seen by everyone, each rank fills the ranges of the output files that it
+owns: it reads what belongs there and writes it, and nothing crosses the network. It cuts its ranges
+into buckets; a bucket is computed when it is asked for, so that no list of fragments is ever made.
 
 Where tied names are written in full, a rank that owns several copies of the same elements reads
 them once: the first copy's bucket fills the others, too.
@@ -18,14 +17,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from dist_consolidate.plan.owners import PAGE_BYTES, Owned
 from dist_consolidate.plan.plan import Plan
 
-# Lustre's stripes are 1 or 4 MiB and NFS writes at most 1 MiB at a time; pages are smaller.
-_STRIPE_BYTES = 4 << 20
-_PAGE_BYTES = 4096
 _WIDEST_BYTES = 16  # no element may lie in two buckets
-# Whole files are dealt out to ranks if that leaves nobody with more than this over an equal share.
-_MAX_IMBALANCE = 1.05
 
 Interval = tuple[int, int]
 
@@ -43,14 +38,6 @@ class FileMap:
     num_bytes: int
     literals: tuple[tuple[int, bytes], ...]
     data_offset_bytes: tuple[int, ...]
-
-
-class Owned(NamedTuple):
-    """A range of an output file that one rank fills."""
-
-    file: int
-    start_bytes: int
-    stop_bytes: int
 
 
 class Kept(NamedTuple):
@@ -134,56 +121,6 @@ class _Copy(NamedTuple):
     stop_bytes: int
 
 
-def deal_out(maps: Sequence[FileMap], num_writers: int) -> list[list[Owned]]:
-    """Give each writer the ranges of the output files that it fills.
-
-    Whole files go to the writer with the least so far, the largest first, where that is even
-    enough. Otherwise all files, one after another, are cut into as many equal parts.
-
-    Args:
-        maps: The output files.
-        num_writers: Writers.
-
-    Returns:
-        For each writer its ranges, in file order.
-    """
-    sizes = [item.num_bytes for item in maps]
-    total = sum(sizes)
-    loads = [0] * num_writers
-    dealt: list[list[Owned]] = [[] for _ in range(num_writers)]
-    for file in sorted(range(len(maps)), key=lambda index: -sizes[index]):
-        writer = min(range(num_writers), key=lambda index: (loads[index], index))
-        dealt[writer].append(Owned(file, 0, sizes[file]))
-        loads[writer] += sizes[file]
-    if max(loads) * num_writers <= total * _MAX_IMBALANCE:
-        return [sorted(owned) for owned in dealt]
-    return [list(_between(sizes, *share)) for share in _equal_shares(sizes, num_writers)]
-
-
-def _equal_shares(sizes: Sequence[int], num_writers: int) -> Iterator[Interval]:
-    """Cut the files' concatenation into equal intervals, each cut at a stripe of its file."""
-    total, low = sum(sizes), 0
-    starts = [sum(sizes[:file]) for file in range(len(sizes))]
-    # Small results, in which nobody would get a whole stripe, are cut at pages.
-    stripe = _STRIPE_BYTES if total >= 4 * num_writers * _STRIPE_BYTES else _PAGE_BYTES
-    for writer in range(1, num_writers + 1):
-        ideal = total * writer // num_writers
-        file = max(bisect.bisect_right(starts, ideal) - 1, 0)
-        cut = starts[file] + (ideal - starts[file]) // stripe * stripe
-        high = total if writer == num_writers else max(cut, low)
-        yield low, high
-        low = high
-
-
-def _between(sizes: Sequence[int], low: int, high: int) -> Iterator[Owned]:
-    start = 0
-    for file, size in enumerate(sizes):
-        first, last = max(low, start), min(high, start + size)
-        if first < last:
-            yield Owned(file, first - start, last - start)
-        start += size
-
-
 class Share:
     """The buckets of one rank.
 
@@ -202,7 +139,7 @@ class Share:
             owned: What this rank fills.
             bucket_bytes: The most output bytes in a bucket.
         """
-        unit = _PAGE_BYTES if bucket_bytes >= _PAGE_BYTES else _WIDEST_BYTES
+        unit = PAGE_BYTES if bucket_bytes >= PAGE_BYTES else _WIDEST_BYTES
         self._plan, self._maps, self._owned = plan, maps, owned
         self._step_bytes = max(bucket_bytes // unit, 1) * unit
         self._segments = _segments(plan, maps, {part.file for part in owned})

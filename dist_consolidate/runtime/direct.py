@@ -93,7 +93,11 @@ class DirectMove:
         self._next = iter(range(work.share.num_buckets))
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._caught = Caught()
-        self.num_done = 0
+        self._num_done = 0
+
+    def progress(self) -> int:
+        """Give a number that grows while the work gets on."""
+        return self._num_done + self._output.num_synced
 
     def stop(self) -> None:
         """Ask the threads to end after what they have begun."""
@@ -147,6 +151,7 @@ class DirectMove:
     def take(self) -> int | None:
         """Give the next bucket to whichever thread asks; ``None`` if there is nothing to do."""
         with self._lock:
+            self._num_done += 1
             return None if self._stop.is_set() else next(self._next, None)
 
     def fail(self, error: Exception) -> None:
@@ -175,7 +180,6 @@ class _Worker:
         with (caught := Caught()):
             while (index := self._move.take()) is not None:
                 self._do(self._move._work.share.bucket(index))
-                self._move.num_done += 1
         if caught.error is not None:
             self._move.fail(caught.error)
 

@@ -50,6 +50,7 @@ class OutputFiles:
 
     Attributes:
         num_bytes_written: Bytes that went into them.
+        num_synced: Files that :meth:`sync` is done with.
     """
 
     def __init__(self, paths: Sequence[Path], watch: Stopwatch) -> None:
@@ -64,7 +65,7 @@ class OutputFiles:
         self._can_bypass = True
         self._descriptors: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
-        self.num_bytes_written = 0
+        self.num_bytes_written = self.num_synced = 0
 
     def write(
         self,
@@ -147,6 +148,7 @@ class OutputFiles:
             for (file, _), descriptor in list(self._descriptors.items()):
                 with _named(self._paths[file]):
                     os.fsync(descriptor)
+                self.num_synced += 1
 
     def close(self) -> None:
         """Close the files."""

@@ -44,14 +44,13 @@ def shapes(count: int) -> Shapes:
 class States:
     """Makes the states of a checkpoint, as the reader's jobs ask for them."""
 
-    def __init__(self, stage: int, shards: int, tensors: int) -> None:
-        self.stage, self.shards = stage, shards
-        self.shapes = shapes(tensors)
-        names = list(self.shapes)
-        width = TENSORS_PER_SUB_GROUP if stage == 3 else tensors
+    def __init__(self, stage: int, shards: int, shapes: Shapes) -> None:
+        self.stage, self.shards, self.shapes = stage, shards, shapes
+        names = list(shapes)
+        width = TENSORS_PER_SUB_GROUP if stage == 3 else len(names)
         self.groups = [
-            {name: self.shapes[name] for name in names[start : start + width]}
-            for start in range(0, tensors, width)
+            {name: shapes[name] for name in names[start : start + width]}
+            for start in range(0, len(names), width)
         ]
         self.part_numel = [self._part_numel(group) for group in self.groups]
         self.module = {
@@ -148,7 +147,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=100_000)
     options = parser.parse_args()
-    states = States(options.stage, options.shards, options.tensors)
+    states = States(options.stage, options.shards, shapes(options.tensors))
     marks = [time.monotonic()]
     checkpoint = read_checkpoint(states.folder(), states.run)
     marks.append(time.monotonic())
