@@ -301,6 +301,15 @@ def test_a_dry_run_writes_nothing_and_says_what_the_run_then_does(
     assert told.ranks[0].num_bytes_written == sum(moved_bytes(out / file) for file in did.files)
 
 
+def test_a_dry_run_says_what_one_bucket_holds(truths: Mapping[str, Truth], tmp_path: Path) -> None:
+    ckpt, out = ckpt_of(truths["z3"]), tmp_path / "out"
+    told = consolidate(ckpt, out, dry_run=True, **SHAPES["one_file"]).ranks[0]
+    did = consolidate(ckpt, out, **SHAPES["one_file"])
+    size = (out / did.files[0]).stat().st_size
+    # The file, and half as much for the 16-bit source of what is cast.
+    assert (told.num_buckets, told.memory_bytes) == (1, size + size // 2)
+
+
 def moved_bytes(path: Path) -> int:
     """A file's bytes, but for what can be written only once all others are: a zip's directory."""
     if path.suffix != ".bin":

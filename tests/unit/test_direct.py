@@ -1,4 +1,4 @@
-"""Who fills which bytes of which output file, and a simulation of the buckets that fill them.
+"""Buckets of direct work: a simulation in which every byte of every output file is accounted for.
 
 Output files are made up of random bytes. Carrying out every bucket of every rank on rows of bytes
 must give the very files, each byte written once; a bucket takes its bytes from the tensor's own
@@ -19,108 +19,13 @@ from hypothesis import strategies as st
 
 from dist_consolidate.checkpoint.model import Source
 from dist_consolidate.dtypes import BY_NAME, DType
-from dist_consolidate.plan.direct import DirectBucket, FileMap, Owned, Share, deal_out
+from dist_consolidate.plan.direct import DirectBucket, FileMap, Share
+from dist_consolidate.plan.owners import Owned, deal_out
 from dist_consolidate.plan.plan import Plan, PlannedTensor
 
-PAGE, STRIPE = 4096, 4 << 20
+PAGE = 4096
 DTYPES = [BY_NAME[n] for n in ("uint8", "bfloat16", "float16", "float32", "float64", "complex128")]
 FLOATS = ("float32", "bfloat16", "float64", "float16")
-
-
-def blank(*sizes: int) -> list[FileMap]:
-    return [FileMap(size, (), ()) for size in sizes]
-
-
-def covered(dealt: Sequence[Sequence[Owned]], sizes: Sequence[int]) -> bool:
-    """Whether the ranges of all writers together are every byte of every file once."""
-    for file, size in enumerate(sizes):
-        ranges = sorted(
-            (start, stop) for owned in dealt for at, start, stop in owned if at == file and size
-        )
-        ends = [0, *(stop for _, stop in ranges)]
-        starts = [*(start for start, _ in ranges), size]
-        if ends != starts:
-            return False
-    return True
-
-
-# Dealing out.
-
-
-def test_files_that_are_even_are_dealt_out_whole_the_longest_first():
-    # 7 | 5 + 2: the longest to the first, the next to the second, which then has the least.
-    assert deal_out(blank(2, 7, 5), 2) == [
-        [Owned(1, 0, 7)],
-        [Owned(0, 0, 2), Owned(2, 0, 5)],
-    ]
-
-
-def test_one_writer_fills_everything():
-    assert deal_out(blank(3, 10, 5), 1) == [[Owned(0, 0, 3), Owned(1, 0, 10), Owned(2, 0, 5)]]
-
-
-def test_a_twentieth_over_an_equal_share_is_even_enough():
-    assert deal_out(blank(105, 95), 2) == [[Owned(0, 0, 105)], [Owned(1, 0, 95)]]
-    assert deal_out(blank(106, 94), 2) != [[Owned(0, 0, 106)], [Owned(1, 0, 94)]]
-
-
-def test_one_large_file_is_cut_at_stripes():
-    # A third is 5.33 stripes, two thirds are 10.67 of them.
-    size = 16 * STRIPE + 77
-    assert deal_out(blank(size), 3) == [
-        [Owned(0, 0, 5 * STRIPE)],
-        [Owned(0, 5 * STRIPE, 10 * STRIPE)],
-        [Owned(0, 10 * STRIPE, size)],
-    ]
-
-
-def test_a_cut_lies_at_a_stripe_of_its_own_file():
-    first, second = STRIPE + 5, 15 * STRIPE
-    half = (first + second) // 2 - first
-    cut = half - half % STRIPE
-    assert deal_out(blank(first, second), 2) == [
-        [Owned(0, 0, first), Owned(1, 0, cut)],
-        [Owned(1, cut, second)],
-    ]
-
-
-def test_small_results_are_cut_at_pages():
-    assert deal_out(blank(2 * PAGE + 100), 2) == [
-        [Owned(0, 0, PAGE)],
-        [Owned(0, PAGE, 2 * PAGE + 100)],
-    ]
-
-
-def test_more_writers_than_bytes():
-    dealt = deal_out(blank(3), 8)
-    assert [owned for owned in dealt if owned] == [[Owned(0, 0, 3)]]
-    assert len(dealt) == 8
-
-
-SIZES = st.lists(
-    st.one_of(st.integers(0, 40), st.integers(0, 20 * PAGE), st.integers(0, 20 * STRIPE)),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(deadline=None, max_examples=300)
-@given(SIZES, st.integers(1, 9))
-def test_every_byte_has_one_writer_and_no_page_has_two(sizes, num_writers):
-    dealt = deal_out(blank(*sizes), num_writers)
-    assert len(dealt) == num_writers
-    assert covered(dealt, sizes)
-    for owned in dealt:
-        assert owned == sorted(owned)
-    inner = [part.start_bytes for owned in dealt for part in owned if part.start_bytes]
-    assert all(start % PAGE == 0 for start in inner)
-    total = sum(sizes)
-    if total >= 4 * num_writers * STRIPE:
-        loads = [sum(part.stop_bytes - part.start_bytes for part in owned) for owned in dealt]
-        assert max(loads) <= max(total * 1.05, total + num_writers * STRIPE) / num_writers + STRIPE
-
-
-# A simulation.
 
 
 @dataclasses.dataclass
@@ -223,6 +128,10 @@ def results(draw: st.DrawFn) -> Result:
     return made(builder, done, values)
 
 
+def dealt(result: Result, num_writers: int) -> list[list[Owned]]:
+    return deal_out([len(text) for text in result.content], num_writers)
+
+
 class Ledger:
     """What all ranks have written, and what one rank has read."""
 
@@ -322,7 +231,7 @@ def at_least(bucket_bytes: int, result: Result) -> int:
 @given(results(), BUCKET_BYTES, st.integers(1, 5))
 def test_every_byte_of_every_file_is_written_once_and_right(result, bucket_bytes, num_writers):
     ledger, bucket_bytes = Ledger(result), at_least(bucket_bytes, result)
-    for owned in deal_out(result.maps, num_writers):
+    for owned in dealt(result, num_writers):
         share = Share(result.plan, result.maps, owned, bucket_bytes)
         assert share.max_bucket_bytes <= max(bucket_bytes, 16)
         for tensor, times in enumerate(ledger.rank(share)):
@@ -366,7 +275,7 @@ def tied() -> Result:
 
 def test_a_rank_that_owns_all_copies_reads_the_first():
     result = tied()
-    (owned,) = deal_out(result.maps, 1)
+    (owned,) = dealt(result, 1)
     share = Share(result.plan, result.maps, owned, 1 << 20)
     buckets = [share.bucket(index) for index in range(share.num_buckets)]
     assert [[item.start_numel for item in b.elements] for b in buckets] == [[0], []]
@@ -382,6 +291,25 @@ def test_ranks_that_own_a_copy_each_read_one_each():
         for file in (0, 1)
     ]
     assert [share.num_read_bytes for share in shares] == [10, 10]
+
+
+def test_neighbours_in_the_bucket_that_go_to_two_files_are_two_writes():
+    # Both tensors stand in file 0; the copies in files 1 and 2 would follow one another in one.
+    builder, values = Builder(3, 0), [b"abcdefgh", b"ijklmnop"]
+    places = [[builder.stored(0, value, 4, 0)] for value in values]
+    places[0].append(builder.stored(1, values[0], 4, 4))
+    places[1].append(builder.stored(2, values[1], 4, 12))
+    pair = (BY_NAME["float32"],) * 2
+    result = made(builder, [planned(pair, 2, each) for each in places], values)
+    (owned,) = dealt(result, 1)
+    share, ledger = Share(result.plan, result.maps, owned, 1 << 20), Ledger(result)
+    assert [tuple(write) for write in share.bucket(0).writes] == [
+        (0, 0, 0, 16),
+        (1, 4, 0, 8),
+        (2, 12, 8, 8),
+    ]
+    ledger.rank(share)
+    ledger.check()
 
 
 def test_a_bucket_by_hand():
