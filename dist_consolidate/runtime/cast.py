@@ -1,7 +1,7 @@
 """Casting elements in host memory; torch is imported only where NumPy cannot do the same.
 
-Rounding is that of torch on a CPU, bit for bit: to the nearest, ties to even, and every NaN becomes
-the one that torch writes.
+Rounding is that of torch, bit for bit: to the nearest, ties to even. A NaN stays a NaN; which one,
+differs between torch's own ways to cast as well (0xFFFF here, as with AVX2).
 
 Source: ``c10/util/BFloat16.h`` and ``aten/src/ATen/cpu/vec`` in PyTorch.
 """

@@ -194,21 +194,22 @@ class Control:
         work = _Background(action)
         started = since = time.monotonic()
         last = progress()
-        while True:
-            # Short runs must not wait for the last beat, and long ones need few.
-            work.thread.join(min(_MAX_BEAT_SEC, (time.monotonic() - started) / 32 + 0.005))
-            if progress() != last:
-                last, since = progress(), time.monotonic()
-            busy, error = work.thread.is_alive(), work.caught.error
-            if busy and time.monotonic() - since > TIMEOUT.total_seconds():
-                error = ConsolidateError(_STUCK)
-            try:
+        try:
+            while True:
+                # Short runs must not wait for the last beat, and long ones need few.
+                pause_sec = (time.monotonic() - started) / 32 + 0.005
+                work.thread.join(min(_MAX_BEAT_SEC, pause_sec))
+                if progress() != last:
+                    last, since = progress(), time.monotonic()
+                busy, error = work.thread.is_alive(), work.caught.error
+                if busy and time.monotonic() - since > TIMEOUT.total_seconds():
+                    error = ConsolidateError(_STUCK)
                 if not self._anyone(busy, error):
                     return work.result
-            except ConsolidateError:
-                stop()
-                work.thread.join(_GRACE_SEC)
-                raise
+        except BaseException:  # a signal's, too: no thread may outlive the run
+            stop()
+            work.thread.join(_GRACE_SEC)
+            raise
 
     def _anyone(self, busy: bool, error: Exception | None) -> bool:
         """Tell whether any rank is busy; raise if any has failed."""

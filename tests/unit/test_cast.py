@@ -79,11 +79,17 @@ def test_rounding_by_hand(lean):
     assert narrow(lean, words).tolist() == list(ROUNDING.values())
 
 
-def test_every_nan_stays_one_and_is_torchs(lean):
+def assert_as_torch(caster: Caster, words: np.ndarray) -> None:
+    """The same bits, but for NaN: which one torch writes depends on the machine."""
+    want = np.frombuffer(of_torch(words, FLOAT32, BFLOAT16), np.uint16)
+    is_nan = (want & 0x7FFF) > 0x7F80
+    assert narrow(caster, words).tolist() == np.where(is_nan, 0xFFFF, want).tolist()
+
+
+def test_every_nan_stays_one(lean):
     words = np.array(NANS, np.uint32)
-    got = narrow(lean, words)
-    assert all((int(half) & 0x7FFF) > 0x7F80 for half in got)
-    assert got.tobytes() == of_torch(words, FLOAT32, BFLOAT16)
+    assert narrow(lean, words).tolist() == [0xFFFF] * len(NANS)
+    assert_as_torch(lean, words)
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 31, 65_535, 65_536, 65_537, 200_001])
@@ -93,13 +99,13 @@ def test_random_bits_become_what_torch_makes_of_them(lean, count):
     special = np.array([*ROUNDING, *NANS], np.uint32)
     at = random.integers(0, count, count // 50 + 1)
     words[at] = random.choice(special, len(at))
-    assert narrow(lean, words).tobytes() == of_torch(words, FLOAT32, BFLOAT16)
+    assert_as_torch(lean, words)
 
 
 def test_a_nan_in_one_block_of_many(lean):
     words = np.full(3 * 65_536, 0x3F81_8000, np.uint32)
     words[70_000] = 0xFFC0_0001
-    assert narrow(lean, words).tobytes() == of_torch(words, FLOAT32, BFLOAT16)
+    assert_as_torch(lean, words)
 
 
 @pytest.mark.parametrize("exponent", range(0, 256, 5))
@@ -108,7 +114,7 @@ def test_all_upper_halves_of_some_exponents_at_every_kind_of_tie(lean, exponent)
     lowers = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     pairs = itertools.product((0, 0x8000), uppers, lowers)
     words = np.array([(sign | upper) << 16 | lower for sign, upper, lower in pairs], np.uint32)
-    assert narrow(lean, words).tobytes() == of_torch(words, FLOAT32, BFLOAT16)
+    assert_as_torch(lean, words)
 
 
 @pytest.mark.parametrize("is_lean", [True, False])

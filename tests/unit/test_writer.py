@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import os
@@ -13,16 +14,28 @@ import numpy as np
 import pytest
 import torch
 
+from dist_consolidate.plan.buckets import Piece
+from dist_consolidate.plan.owners import Owned, Owners
 from dist_consolidate.runtime.buffers import Pool, Table
 from dist_consolidate.runtime.clock import Clock
-from dist_consolidate.runtime.writer import Filled, Place, Run, Writer
+from dist_consolidate.runtime.ownership import Ownership, Place, Run
+from dist_consolidate.runtime.writer import Filled, Writer
 
 CPU = torch.device("cpu")
 NUM_BYTES, BLOCK = 60_000, 1000
 DATA = np.random.default_rng(0).bytes(NUM_BYTES)
 
 
-def make_writer(folder: Path, num_threads: int) -> tuple[Writer, Clock]:
+PLACES = [(Place(0, 3, 0), Place(1, 4, 7))]
+WHOLE = [Owned(0, 0, NUM_BYTES + 7), Owned(1, 0, NUM_BYTES + 7)]
+
+
+def make_writer(
+    folder: Path,
+    num_threads: int,
+    dealt: Sequence[Sequence[Owned]] = (WHOLE,),
+    rank: int = 0,
+) -> tuple[Writer, Clock]:
     """One tensor that goes to two files, behind other bytes."""
     files = [folder / "a", folder / "b"]
     for file in files:
@@ -30,7 +43,8 @@ def make_writer(folder: Path, num_threads: int) -> tuple[Writer, Clock]:
     clock = Clock(CPU)
     writer = Writer(
         files,
-        [(Place(0, 3, 0), Place(1, 4, 7))],
+        PLACES,
+        ownership=Ownership(Owners(dealt), len(dealt), rank, PLACES, [1]),
         checksums=True,
         num_threads=num_threads,
         device=CPU,
@@ -68,6 +82,42 @@ def test_many_threads_write_the_same_bytes(tmp_path, num_threads):
         assert crc == zlib.crc32(DATA[start : start + length])
     assert sum(check.num_bytes for check in writer.checksums) == 2 * NUM_BYTES
     assert [stage.name for stage in clock.totals()] == ["write", "sync"]
+
+
+def test_writers_keep_to_what_they_own(tmp_path):
+    dealt = [
+        [Owned(0, 0, 8192), Owned(1, 4096, 40960)],
+        [Owned(0, 8192, NUM_BYTES + 7), Owned(1, 0, 4096), Owned(1, 40960, NUM_BYTES + 7)],
+    ]
+    want = DATA + bytes(7), bytes(7) + DATA
+    for rank, owned in enumerate(dealt):
+        writer, _ = make_writer(tmp_path, 2, dealt, rank)
+        feed(writer, Pool(Table(2 * BLOCK, CPU) for _ in range(3)), range(NUM_BYTES // BLOCK))
+        writer.finish()
+        writer.close()
+        for file, name in enumerate("ab"):
+            mask = bytearray(NUM_BYTES + 7)
+            for part in owned:
+                if part.file == file:
+                    at = slice(part.start_bytes, part.stop_bytes)
+                    mask[at] = want[file][at]
+            assert (tmp_path / name).read_bytes() == bytes(mask)
+        for _, tensor, start, length, crc in writer.checksums:
+            assert tensor in (3, 4)
+            assert crc == zlib.crc32(DATA[start : start + length])
+
+
+def test_a_bucket_concerns_whoever_owns_a_place_of_it():
+    dealt = [[Owned(0, 0, 4096)], [Owned(0, 4096, NUM_BYTES + 7)], [Owned(1, 0, NUM_BYTES + 7)]]
+    owners = Owners(dealt)
+    piece = Piece(tensor=0, row=0, num_rows=1, at_bytes=0, num_numel=96, start_numel=4000,
+                  step_numel=96)  # fmt: skip
+    across = dataclasses.replace(piece, num_rows=2)
+    for rank, concerned in enumerate((True, False, True)):
+        ownership = Ownership(owners, 3, rank, PLACES, [1])
+        assert ownership.writers(iter([piece])) == (0, 2)
+        assert ownership.writers(iter([across])) == (0, 1, 2)
+        assert ownership.concerns(piece) == concerned
 
 
 def test_one_failing_thread_among_several_ends_all(tmp_path, monkeypatch):
