@@ -177,6 +177,11 @@ def test_a_shard_cut_short_while_it_is_read_ends_all_ranks(
     arguments: list[str | Path] = [ckpt, out, "--transport", transport, *BUCKET, *MANY_FILES]
     ended = start_with_fault(f"truncate:{failing}:{MIDDLE}", num_ranks, arguments, 30.0)
     message = assert_refused(ended, 3, out)
+    if (num_ranks, transport) == (2, "direct"):
+        # Both ranks read every shard; the other one may open it when it has been cut.
+        assert "optim_states.pt: " in message, message
+        assert "it was changed" in message, message
+        return
     assert "optim_states.pt: ended at byte" in message, message
     if num_ranks > 1:
         assert f"rank {failing}" in message, message
