@@ -17,7 +17,7 @@ _MIN_GPU_BUCKET_BYTES, _MAX_GPU_BUCKET_BYTES = 16 * 2**20, 2**28
 # Of what is free on the device, leave the rest to fragmentation and to NCCL's own buffers.
 _GPU_SHARE = 0.5
 _CPU_STAGING_BYTES, _GPU_STAGING_BYTES = 4 * 2**20, 16 * 2**20
-_CPU_TABLES = 6
+_CPU_TABLES = 5
 _MIN_TABLES = 4  # one being read, one read, one exchanged, one made into output
 _CPU_THREADS, _GPU_THREADS = 2, 4
 
