@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
     from dist_consolidate.runtime.budget import Budget
     from dist_consolidate.runtime.pipeline import Work
 
-# What the threads of a rank hold together, output bytes; and how many there are. Two keep a core
-# each busy; more keep a disk busy that answers slowly.
+# What the threads of a rank hold together, output bytes, if there are as many as there may be.
 _DIRECT_BYTES = 32 * 2**20
-_NUM_THREADS = 4
+_MAX_THREADS = 4
 
 
 class Moving(Protocol):
@@ -110,7 +110,7 @@ class _Direct:
         self._ratio = _widest_cast(self._plan)
 
     def _share(self, owned: Sequence[Owned]) -> Share:
-        room = (self._options.bucket_bytes or _DIRECT_BYTES) // _NUM_THREADS
+        room = (self._options.bucket_bytes or _DIRECT_BYTES) // _MAX_THREADS
         return Share(self._plan, self._maps, owned, int(room / max(self._ratio, 1)))
 
     def forecast(self) -> tuple[RankReport, ...]:
@@ -119,7 +119,7 @@ class _Direct:
         return (*(self._forecast(self._share(owned)) for owned in self._owned), *idle)
 
     def _forecast(self, share: Share) -> RankReport:
-        threads = min(_NUM_THREADS, share.num_buckets)
+        threads = min(_num_threads(), share.num_buckets)
         memory_bytes = int(threads * share.max_bucket_bytes * (1 + self._ratio))
         return RankReport(share.num_read_bytes, share.num_bytes, share.num_buckets, memory_bytes)
 
@@ -135,10 +135,17 @@ class _Direct:
             files=paths,
             checksums=self._checksums,
             io=self._options.io,
-            num_threads=_NUM_THREADS,
+            num_threads=_num_threads(),
         )
         move = DirectMove(work)
         return self._world.control.together(move.run, move.stop, move.progress)
+
+
+def _num_threads() -> int:
+    """Two at least keep a disk busy; more of them than cores only wait for each other."""
+    cores = len(os.sched_getaffinity(0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(2, min(cores // ranks, _MAX_THREADS))
 
 
 def _widest_cast(plan: Plan) -> float:
