@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist_consolidate.errors import ConsolidateError, ResourceError, UsageError, listing
+from dist_consolidate.filesystems import is_in_memory
 from dist_consolidate.output.index import MANIFEST_NAME, is_index_file, is_weight_file
 from dist_consolidate.units import format_bytes
 
@@ -62,7 +63,8 @@ class Publication:
         assert name in self.file_names, f"{name} was not announced"
         path = self.work_dir / name
         with _explained(path), path.open("xb") as file:
-            _reserve(file.fileno(), num_bytes)
+            if not is_in_memory(path):
+                _reserve(file.fileno(), num_bytes)
             file.truncate(num_bytes)
         return path
 

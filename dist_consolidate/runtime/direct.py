@@ -18,6 +18,7 @@ from dist_consolidate.checkpoint.fragments import Fragments
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.dtypes import DType
 from dist_consolidate.errors import Caught
+from dist_consolidate.filesystems import is_in_memory
 from dist_consolidate.plan.direct import DirectBucket, Filled, Share
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.runtime.bypass import BypassReader, IoChoice, Lap, Way
@@ -95,6 +96,11 @@ class DirectMove:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._caught = Caught()
         self._num_done = 0
+        self.may_copy_by_kernel = (
+            work.io == "auto"
+            and not work.checksums
+            and not any(is_in_memory(path) for path in work.files[:1])
+        )
 
     def progress(self) -> int:
         """Give a number that grows while the work gets on."""
@@ -177,7 +183,7 @@ class _Worker:
         self._raw = aligned_bytes(_max_cast_bytes(work.plan, work.share.max_bucket_bytes))
         self._caster = Caster(work.share.num_bytes) if len(self._raw) else None
         self._bypass: BypassReader | None = None
-        self._by_kernel = work.io == "auto" and not work.checksums
+        self._by_kernel = move.may_copy_by_kernel
         self.checksums: list[Checksum] = []
         self.overflowed: set[int] = set()
 

@@ -1,0 +1,33 @@
+"""What kind of file system a path is on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_IN_MEMORY = {"tmpfs", "ramfs"}
+
+
+def is_in_memory(path: Path) -> bool:
+    """Tell whether a path is on a file system that is nothing but memory.
+
+    There, every page is allocated when it is reserved and touched again when it is written, and a
+    copy by the kernel takes the file's lock for longer than one from memory does.
+
+    Args:
+        path: A file or folder that exists.
+
+    Returns:
+        Whether it is; false where the system does not say.
+
+    Source: ``/proc/pid/mountinfo`` in proc_pid_mountinfo(5).
+    """
+    try:
+        device = path.stat().st_dev
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    halves = (line.partition(" - ") for line in lines.splitlines())
+    kinds = {mount.split()[2]: kind.split()[0] for mount, _, kind in halves if kind}
+    return kinds.get(number) in _IN_MEMORY
