@@ -2,39 +2,22 @@
 
     torchrun --nproc_per_node=2 -m tests.bench.bare_collective NUM_BYTES DEVICE [BUCKET_BYTES]
 
-All-gathers as many bytes, in buckets and slices of the sizes that the transport takes, over the
-same process group. Nothing is read, assembled or written.
+All-gathers as many bytes, in buckets of the size that the transport takes, over the same kind of
+process group. Nothing is read, assembled or written.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from dist_consolidate.runtime import transport
 from dist_consolidate.runtime.budget import make_budget
 from dist_consolidate.runtime.world import World, join_world
 from tests.bench.self_proc import memory_bytes, tell
-
-
-def slice_bytes() -> int:
-    """Give the bytes of all ranks together that one call of the transport gathers on a CPU."""
-    for name in ("GLOO_SLICE_BYTES", "_GLOO_SLICE_BYTES"):
-        if hasattr(transport, name):
-            return int(getattr(transport, name))
-    raise SystemExit("bare_collective: dist_consolidate.runtime.transport names no slice size")
-
-
-def parts(num_bytes: int, bucket_bytes: int, limit_bytes: int) -> Iterator[int]:
-    """Cut what one rank sends into buckets, and these into slices."""
-    for start in range(0, num_bytes, bucket_bytes):
-        bucket = min(bucket_bytes, num_bytes - start)
-        for at in range(0, bucket, limit_bytes):
-            yield min(limit_bytes, bucket - at)
 
 
 def gather_all(world: World, num_bytes: int, bucket_bytes: int) -> float:
@@ -43,15 +26,15 @@ def gather_all(world: World, num_bytes: int, bucket_bytes: int) -> float:
     device = world.device if on_device else torch.device("cpu")
     mine_bytes = -(-num_bytes // world.size)
     share_bytes = max(bucket_bytes // world.size, 1)
-    limit_bytes = share_bytes if on_device else max(slice_bytes() // world.size, 1)
-    part = torch.ones(min(limit_bytes, share_bytes), dtype=torch.uint8, device=device)
+    part = torch.ones(share_bytes, dtype=torch.uint8, device=device)
     out = torch.empty(part.numel() * world.size, dtype=torch.uint8, device=device)
     # all_gather_into_tensor is deprecated in favour of all_gather_single from torch 2.13 on.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out[: world.size], part[:1], group=world.data_group)  # opens the connections
     dist.barrier(world.data_group)
     started = time.perf_counter()
-    for length in parts(mine_bytes, share_bytes, limit_bytes):
+    for at in range(0, mine_bytes, share_bytes):
+        length = min(share_bytes, mine_bytes - at)
         gather(out[: length * world.size], part[:length], group=world.data_group)
     if on_device:
         torch.accelerator.synchronize(device)
