@@ -12,10 +12,9 @@ from dist_consolidate.options import Options
 from dist_consolidate.output.layout import FileLayout
 from dist_consolidate.plan.direct import FileMap, Share
 from dist_consolidate.plan.owners import Owned, Owners, deal_out
-from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank_0
 from dist_consolidate.report import RankReport
-from dist_consolidate.runtime.direct import DirectMove, DirectWork
+from dist_consolidate.runtime.direct import DirectMove, DirectWork, widest_cast
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
 
@@ -107,7 +106,7 @@ class _Direct:
         ]
         self._checksums = any(layout.needs_crc for layout in layouts)
         self._owned = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
-        self._ratio = _widest_cast(self._plan)
+        self._ratio = widest_cast(self._plan)
 
     def _share(self, owned: Sequence[Owned]) -> Share:
         room = (self._options.bucket_bytes or _DIRECT_BYTES) // _MAX_THREADS
@@ -146,16 +145,6 @@ def _num_threads() -> int:
     cores = len(os.sched_getaffinity(0))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(2, min(cores // ranks, _MAX_THREADS))
-
-
-def _widest_cast(plan: Plan) -> float:
-    """Tell how many source bytes are held for an output byte; 0 where nothing is cast."""
-    ratios = (
-        tensor.source.dtype.itemsize_bytes / tensor.dtype.itemsize_bytes
-        for tensor in plan.tensors
-        if tensor.source.dtype != tensor.dtype
-    )
-    return max(ratios, default=0)
 
 
 class _Exchange:

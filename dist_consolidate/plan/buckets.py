@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan
-from dist_consolidate.checkpoint.fragments import Read, span_read
+from dist_consolidate.checkpoint.fragments import Read, part_starts_bytes, span_read
 from dist_consolidate.checkpoint.model import FlatGroup
 from dist_consolidate.plan.plan import Plan
 
@@ -141,7 +141,7 @@ class LanePhase(Phase):
             width, need = group.dtype.itemsize_bytes, _end_numel(inside)
             longest = max(part.num_bytes for part in group.parts)
             length = min(longest, need * width)
-            starts = _starts_bytes(group)
+            starts = tuple(part_starts_bytes(group.parts))
             section = _Section(base, length, group, tuple(inside), starts, need * width)
             self._sections.append(section)
             base += _aligned(length)
@@ -336,14 +336,6 @@ def _useful_bytes(section: _Section, row: int) -> int:
     if section.group.striped:
         return min(held, section.num_bytes)
     return max(min(held, section.need_bytes - section.starts_bytes[row]), 0)
-
-
-def _starts_bytes(group: FlatGroup) -> tuple[int, ...]:
-    starts, total = [], 0
-    for part in group.parts:
-        starts.append(total)
-        total += part.num_bytes
-    return tuple(starts)
 
 
 def _end_numel(members: Sequence[_Member]) -> int:

@@ -180,7 +180,7 @@ class _Worker:
         self._plan, self._fragments = work.plan, Fragments(work.plan.groups)
         self._reader, self._output, self._watch = move._reader, move._output, move._watch
         self._out = aligned_bytes(work.share.max_bucket_bytes)
-        self._raw = aligned_bytes(_max_cast_bytes(work.plan, work.share.max_bucket_bytes))
+        self._raw = aligned_bytes(int(work.share.max_bucket_bytes * widest_cast(work.plan)))
         self._caster = Caster(work.share.num_bytes) if len(self._raw) else None
         self._bypass: BypassReader | None = None
         self._by_kernel = move.may_copy_by_kernel
@@ -317,14 +317,14 @@ class _Worker:
                 self._output.write(write.file, self._out[low:high], offset, **options)
 
 
-def _max_cast_bytes(plan: Plan, bucket_bytes: int) -> int:
-    """Room for the source of any bucket: as many times as wide as the output's, if any is cast."""
+def widest_cast(plan: Plan) -> float:
+    """Tell how many source bytes are held for an output byte at most; 0 where nothing is cast."""
     ratios = (
-        t.source.dtype.itemsize_bytes / t.dtype.itemsize_bytes
-        for t in plan.tensors
-        if t.source.dtype != t.dtype
+        tensor.source.dtype.itemsize_bytes / tensor.dtype.itemsize_bytes
+        for tensor in plan.tensors
+        if tensor.source.dtype != tensor.dtype
     )
-    return int(bucket_bytes * max(ratios, default=0))
+    return max(ratios, default=0)
 
 
 def _joined(sources: Iterable[Source]) -> Iterator[Source]:
