@@ -213,7 +213,9 @@ class _Mover:
                 self.work.places,
                 ownership=self.ownership,
                 checksums=self.work.checksums,
-                num_threads=budget.num_threads,
+                num_threads=_num_writers(
+                    budget.num_threads, len(self.work.files), checksums=self.work.checksums
+                ),
                 device=device,
                 clock=self.clock,
             )
@@ -325,6 +327,14 @@ class _Mover:
         if table.view is None:
             table.released.record(torch.accelerator.current_stream(self.world.device))
         tables.give_back(table)
+
+
+def _num_writers(wanted: int, num_files: int, *, checksums: bool) -> int:
+    """Only one where there is one file: the kernel lets one thread at a time write into a file.
+
+    A second one would spend a core on waiting for the first, unless it has checksums to compute.
+    """
+    return wanted if checksums else max(1, min(wanted, num_files))
 
 
 def _num_readers(wanted: int, num_files: int) -> int:

@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from dist_consolidate.runtime.pipeline import _num_readers, _undisturbed
+from dist_consolidate.runtime.pipeline import _num_readers, _num_writers, _undisturbed
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -33,3 +33,11 @@ def test_the_collector_and_torchs_threads_come_back(collects):
 def test_many_shards_are_read_by_fewer_threads(monkeypatch, limit, num_files, readers):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert _num_readers(4, num_files) == readers
+
+
+@pytest.mark.parametrize(
+    ("num_files", "checksums", "writers"),
+    [(1, False, 1), (1, True, 4), (3, False, 3), (9, False, 4)],
+)
+def test_threads_do_not_wait_for_each_other_at_one_file(num_files, checksums, writers):
+    assert _num_writers(4, num_files, checksums=checksums) == writers
