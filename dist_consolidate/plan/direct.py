@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ from dist_consolidate.plan.owners import PAGE_BYTES, Owned
 from dist_consolidate.plan.plan import Plan
 
 _WIDEST_BYTES = 16  # no element may lie in two buckets
+# Files that are filled at the same time. The kernel lets one thread at a time write into a file, so
+# that several threads in one file wait for each other; many files at once make a disk jump.
+_FILES_AT_ONCE = 4
 
 Interval = tuple[int, int]
 
@@ -144,7 +148,7 @@ class Share:
         self._step_bytes = max(bucket_bytes // unit, 1) * unit
         self._segments = _segments(plan, maps, {part.file for part in owned})
         self._led, self._copies = _split_copies(plan, maps, owned)
-        self._windows = [window for part in owned for window in self._cut(part)]
+        self._windows = list(_by_turns([self._cut(part) for part in owned]))
         self.num_buckets = len(self._windows)
 
     def _cut(self, part: Owned) -> Iterator[Owned]:
@@ -231,6 +235,13 @@ class Share:
             if first < last:
                 kept.append(Kept(copy.file, copy.stored, first, at + first - start, last - first))
         return Filled(segment.tensor, start // width, num_bytes // width, at, tuple(kept))
+
+
+def _by_turns(queues: Sequence[Iterator[Owned]]) -> Iterator[Owned]:
+    """Give windows of a few files in turn, and of the next few when those are through."""
+    for start in range(0, len(queues), _FILES_AT_ONCE):
+        for turn in itertools.zip_longest(*queues[start : start + _FILES_AT_ONCE]):
+            yield from (window for window in turn if window is not None)
 
 
 def _segments(plan: Plan, maps: Sequence[FileMap], files: set[int]) -> dict[int, list[_Segment]]:

@@ -337,6 +337,22 @@ def test_buckets_begin_at_multiples_of_their_size_in_the_file():
     assert starts == [PAGE, 2 * PAGE, 4 * PAGE]
 
 
+def test_a_few_files_are_filled_in_turn_and_then_the_next_few():
+    builder = Builder(6, 0)
+    # File 0 has three buckets, the others one.
+    sizes = [3 * PAGE] + [PAGE] * 5
+    data = [builder.random.bytes(size) for size in sizes]
+    places = [[builder.stored(file, value, 1, 0)] for file, value in enumerate(data)]
+    pair = (BY_NAME["uint8"],) * 2
+    tensors = [planned(pair, size, place) for size, place in zip(sizes, places, strict=True)]
+    result = made(builder, tensors, data)
+    (owned,) = dealt(result, 1)
+    share = Share(result.plan, result.maps, sorted(owned), PAGE)
+    starts = [share.bucket(index).writes[0][:2] for index in range(share.num_buckets)]
+    first = [(0, 0), (1, 0), (2, 0), (3, 0), (0, PAGE), (0, 2 * PAGE)]
+    assert starts == [*first, (4, 0), (5, 0)]
+
+
 def test_nothing_to_do():
     share = Share(tied().plan, tied().maps, [], 100)
     assert (share.num_buckets, share.max_bucket_bytes, share.num_bytes) == (0, 0, 0)
