@@ -1,60 +1,140 @@
-"""The collectives of ``--transport allgather`` and nothing else, timed.
+"""The exchanges of ``--transport allgather`` without the tool around them, timed.
 
-    torchrun --nproc_per_node=2 -m tests.bench.bare_collective NUM_BYTES DEVICE [BUCKET_BYTES]
+    torchrun --nproc_per_node=2 -m tests.bench.bare_collective NUM_BYTES DEVICE [OPTION...]
 
-All-gathers as many bytes, in buckets of the size that the transport takes, over the same kind of
-process group. Nothing is read, assembled or written.
+Exchanges as many bytes through the transport itself, in buckets of the size that a run takes and
+two in flight, as there. Nothing is read, assembled or written; with ``--gloo-all-gather`` the
+collective of that name is called instead of what the transport does on gloo.
+
+With ``--beside NUM_BYTES OUTPUT_DIR SHARD...`` each rank reads its shards meanwhile and rank 0
+writes that many bytes, each in a thread of its own that waits for nobody: what is left between that
+time and a run's is the run's own overhead.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dist_consolidate.runtime.budget import make_budget
+from dist_consolidate.runtime.placement import Placement
+from dist_consolidate.runtime.transport import AllGather, Transport, make_transport
 from dist_consolidate.runtime.world import World, join_world
+from dist_consolidate.runtime.writeback import start_writeback
+from dist_consolidate.units import parse_size
+from tests.bench.page_cache import data_extents
 from tests.bench.self_proc import memory_bytes, tell
 
+_IN_FLIGHT = 2
+_CHUNK_BYTES = 4 << 20
 
-def gather_all(world: World, num_bytes: int, bucket_bytes: int) -> float:
-    """Gather, and give the seconds of this rank."""
+
+def exchange_all(world: World, transport: Transport, num_bytes: int, bucket_bytes: int) -> None:
+    """Exchange that many bytes, all ranks together."""
     on_device = world.device.type != "cpu" and world.data_group_carries_device
     device = world.device if on_device else torch.device("cpu")
-    mine_bytes = -(-num_bytes // world.size)
-    share_bytes = max(bucket_bytes // world.size, 1)
-    part = torch.ones(share_bytes, dtype=torch.uint8, device=device)
-    out = torch.empty(part.numel() * world.size, dtype=torch.uint8, device=device)
-    # all_gather_into_tensor is deprecated in favour of all_gather_single from torch 2.13 on.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out[: world.size], part[:1], group=world.data_group)  # opens the connections
-    dist.barrier(world.data_group)
-    started = time.perf_counter()
-    for at in range(0, mine_bytes, share_bytes):
-        length = min(share_bytes, mine_bytes - at)
-        gather(out[: length * world.size], part[:length], group=world.data_group)
+    row_bytes = max(bucket_bytes // world.size, 1)
+    tables = [
+        torch.ones((world.size, row_bytes), dtype=torch.uint8, device=device)
+        for _ in range(_IN_FLIGHT)
+    ]
+    placement = Placement(tuple((rank,) for rank in range(world.size)), 1)
+    flying: list[list[Any]] = [[] for _ in tables]
+    for index, at in enumerate(range(0, -(-num_bytes // world.size), row_bytes)):
+        length = min(row_bytes, -(-num_bytes // world.size) - at)
+        turn = index % _IN_FLIGHT
+        _wait(flying[turn])
+        table = tables[turn].view(-1)[: world.size * length].view(world.size, length)
+        flying[turn] = transport.start(table, world.rank, placement, range(world.size))
+    for works in flying:
+        _wait(works)
     if on_device:
         torch.accelerator.synchronize(device)
-    return time.perf_counter() - started
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def read_all(shards: Sequence[Path]) -> None:
+    """Read what is no hole in the shards, into the same memory again and again."""
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    for path in shards:
+        descriptor = os.open(path, os.O_RDONLY)
+        for start, stop in data_extents(path):
+            for at in range(start, stop, _CHUNK_BYTES):
+                os.preadv(descriptor, [buffer[: min(_CHUNK_BYTES, stop - at)]], at)
+        os.close(descriptor)
+
+
+def write_all(folder: Path, num_bytes: int) -> None:
+    """Write that many bytes into one file and bring them to the disk."""
+    buffer = memoryview(bytes(b"x" * _CHUNK_BYTES))
+    folder.mkdir()
+    descriptor = os.open(folder / "copy", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.truncate(descriptor, num_bytes)
+    for at in range(0, num_bytes, _CHUNK_BYTES):
+        os.pwrite(descriptor, buffer[: min(_CHUNK_BYTES, num_bytes - at)], at)
+        start_writeback(descriptor, at, _CHUNK_BYTES)
+    for each in (descriptor, os.open(folder, os.O_RDONLY)):
+        os.fsync(each)
+
+
+@contextlib.contextmanager
+def beside(world: World, arguments: Sequence[str]) -> Iterator[None]:
+    """Read and write in threads during the block; it ends when they have."""
+    tasks: list[Callable[[], None]] = []
+    if arguments:
+        shards = [Path(text) for text in arguments[2:]][world.rank :: world.size]
+        tasks.append(lambda: read_all(shards))
+        if world.rank == 0:
+            tasks.append(lambda: write_all(Path(arguments[1]), int(arguments[0])))
+    threads = [threading.Thread(target=task) for task in tasks]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Join the other ranks, gather, and print the seconds."""
-    num_bytes, device = int(arguments[0]), arguments[1]
-    asked_bytes = int(arguments[2]) if len(arguments) > 2 else None
-    with join_world(device, launch=True) as world:
+    """Join the other ranks, exchange, and print the seconds."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("num_bytes", type=int)
+    parser.add_argument("device")
+    parser.add_argument("--bucket-size", type=parse_size)
+    parser.add_argument("--gloo-all-gather", action="store_true")
+    parser.add_argument("--beside", nargs="+", default=[])
+    asked = parser.parse_args(arguments)
+    with join_world(asked.device, launch=True) as world:
         if world.size < 2:
             raise SystemExit("bare_collective: needs at least two ranks")
-        bucket_bytes = make_budget(world, asked_bytes).bucket_bytes
-        took_sec = gather_all(world, num_bytes, bucket_bytes)
+        bucket_bytes = make_budget(world, asked.bucket_size).bucket_bytes
+        plain = AllGather(world) if asked.gloo_all_gather else make_transport("allgather", world)
+        with contextlib.closing(plain) as transport:
+            exchange_all(world, transport, world.size, world.size)  # opens the connections
+            dist.barrier(world.data_group)
+            started = time.perf_counter()
+            with beside(world, asked.beside):
+                exchange_all(world, transport, asked.num_bytes, bucket_bytes)
+            dist.barrier(world.data_group)
+            took_sec = time.perf_counter() - started
     tell(
         {
             "moving_sec": took_sec,
             "peak_bytes": memory_bytes("VmHWM"),
-            "ranks": [{"stages": [["exchange", num_bytes, took_sec]]}],
+            "ranks": [{"stages": [["exchange", asked.num_bytes, took_sec]]}],
         }
     )
 

@@ -9,8 +9,9 @@
 A synthetic GPT-like checkpoint with a tied head is written (moments as holes), then a finished
 result of each kind. Then all contenders run in turn, in an order that is shuffled anew in each
 round. Before each run the last output is removed and everything synced; warm, what the run reads
-is read once; cold, the whole page cache is dropped, interpreter and libraries included. Every
-clock ends when fsync of every output file and of its folder has returned.
+is read once; cold, the whole page cache is dropped, interpreter and libraries included. Free memory
+is touched, so that a virtual machine has it from its host. Every clock ends when fsync of every
+output file and of its folder has returned.
 
 The tables go to standard output, ready for RESULTS.md. "cp" and "loop" move the bytes of the very
 result they are compared with. Ratios to zero_to_fp32 take the faster of its two ways. A last run

@@ -165,7 +165,7 @@ def select(choice: Choice) -> list[Contender]:
 
 def written_kinds(contenders: Iterable[Contender]) -> list[Kind]:
     """Give the kinds whose finished result is needed, in the contenders' order."""
-    families = ("ours", "cp", "plain cp", "loop")
+    families = ("ours", "cp", "plain cp", "loop", "collective")
     found = [item.kind for item in contenders if item.family in families]
     return [kind for kind in dict.fromkeys(found) if kind is not None]
 
@@ -230,22 +230,35 @@ def _one_of_ours(
 
 
 def _collectives(choice: Choice) -> Iterator[Contender]:
+    """The exchanges of allgather alone, beside a loop that reads and writes, and gloo's own."""
     if not choice.bare_collective:
         return
-    asked = () if choice.bucket_bytes is None else (str(choice.bucket_bytes),)
+    kind = choice.kinds[0]
+    flags = () if choice.bucket_bytes is None else ("--bucket-size", str(choice.bucket_bytes))
     for size in (size for size in choice.ranks if size > 1):
         start = (*torchrun(size), "tests.bench.bare_collective")
 
-        def make(place: Place, start: Sequence[str] = start) -> list[str]:
-            return [*start, str(place.fp32_bytes), choice.device, *asked]
+        def make(place: Place, *more: str, start: Sequence[str] = start) -> list[str]:
+            return [*start, str(place.fp32_bytes), choice.device, *flags, *more]
 
-        yield Contender(
-            name=f"bare all_gather, {size} ranks",
-            family="collective",
-            reads="nothing",
-            command=make,
-            num_ranks=size,
-        )
+        def loop(place: Place, make: Callable[..., list[str]] = make) -> list[str]:
+            ends = (str(place.kind_bytes[kind]), str(place.out), *map(str, place.shards))
+            return make(place, "--beside", *ends)
+
+        def gloo(place: Place, make: Callable[..., list[str]] = make) -> list[str]:
+            return make(place, "--gloo-all-gather")
+
+        yield _collective(f"exchange alone, {size} ranks", size, make)
+        yield _collective(f"exchange beside a loop, {size} ranks", size, loop, kind)
+        if choice.device in ("auto", "cpu"):
+            yield _collective(f"gloo's all_gather alone, {size} ranks", size, gloo)
+
+
+def _collective(
+    name: str, size: int, command: Callable[[Place], list[str]], kind: Kind | None = None
+) -> Contender:
+    reads: Reads = "nothing" if kind is None else "shards"
+    return Contender(name, "collective", reads, command, kind=kind, num_ranks=size)
 
 
 def _deepspeed() -> Iterator[Contender]:

@@ -39,10 +39,13 @@ def read_bytes() -> int:
 
 
 def tell(facts: Mapping[str, Any]) -> None:
-    """Print the facts of this rank, in one write, so that the lines of several ranks do not mix."""
+    """Print the facts of this rank, in one write, so that the lines of several ranks do not mix.
+
+    Something else may have left a line unended.
+    """
     line = {"rank": int(os.environ.get("RANK", "0")), **facts}
     sys.stdout.flush()
-    os.write(sys.stdout.fileno(), (json.dumps(line) + "\n").encode())
+    os.write(sys.stdout.fileno(), f"\n{json.dumps(line)}\n".encode())
 
 
 def told(output: str) -> list[dict[str, Any]]:

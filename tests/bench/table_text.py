@@ -92,7 +92,7 @@ def median(values: Iterable[float | None]) -> float | None:
 
 def render(group: Group) -> str:
     """Put everything about a group into tables."""
-    makers = (seconds_table, parts_lines, ratio_table, memory_table, stage_table)
+    makers = (seconds_table, parts_lines, ratio_table, exchange_lines, memory_table, stage_table)
     sections = [make(group) for make in makers]
     return "\n\n".join(section for section in sections if section)
 
@@ -157,6 +157,20 @@ def parts_lines(group: Group) -> str:
             parts = [_sec(median(run.lead.get(name) for run in runs)) for name in names]
             text = "import {} s, conversion {} s, fsync {} s".format(*parts)
             lines.append(f"* {contender.name}: {text}")
+    return "\n".join(lines)
+
+
+def exchange_lines(group: Group) -> str:
+    """Say how moving with allgather compares with the exchanges without the tool around them."""
+    lines = []
+    for ours in group.contenders:
+        if ours.family != "ours" or " allgather" not in ours.name:
+            continue
+        took = median(map(moving_sec, group.of(ours)))
+        for item in group.contenders:
+            if item.family == "collective" and item.num_ranks == ours.num_ranks:
+                ratio = _ratio(took, median(map(moving_sec, group.of(item))))
+                lines.append(f"* {ours.name}: moving takes {ratio} times {item.name}")
     return "\n".join(lines)
 
 
