@@ -104,6 +104,7 @@ def _add_how(made: argparse.ArgumentParser) -> None:
     add("--runs", type=_positive, default=3)
     add("--cache", nargs="+", choices=("warm", "cold"), default=["warm"])
     add("--growth", action=argparse.BooleanOptionalAction, default=True, help="the last runs")
+    add("--touch", action=argparse.BooleanOptionalAction, default=True, help="free memory")
     add("--settle-sec", type=float, default=1.0, metavar="SEC", help="pause before each run")
     add("--timeout-sec", type=float, default=1800.0, metavar="SEC", help="of one run")
     add("--dir", type=Path, default=Path("bench_run"), help="new or empty; removed at the end")
@@ -314,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = machine.describe(folder)
     command = shlex.join(["python", "-m", "tests.bench.compare", *given])
     try:
-        arena = Arena(folder, options.settle_sec, options.timeout_sec)
+        arena = Arena(folder, options.settle_sec, options.timeout_sec, options.touch)
         session = measure(options, contenders, arena, size)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -32,10 +32,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 # Below this the files count as not warm, above the complement as not cold.
 _WARM_RATIO = 0.99
 _TAIL_CHARS = 4000
-# Weights that are in memory during a run: the result in the page cache or on tmpfs, and what
-# zero_to_fp32 holds itself.
-_COPIES = {"zero_to_fp32": 4}
-_LEAST_COPIES = 2
+# Weights that are in memory during a run: the result in the page cache or on tmpfs, what
+# zero_to_fp32 holds itself, and what a host takes back again while a process starts.
+_TOUCHED_COPIES = 4
 _PATIENCE_SEC = 30
 
 
@@ -80,11 +79,13 @@ class Arena:
         folder: Holds everything that is written.
         settle_sec: Pause between the sync before a run and the run.
         timeout_sec: A run that takes longer ends the benchmark.
+        touches: Whether free memory is touched before each run.
     """
 
     folder: Path
     settle_sec: float
     timeout_sec: float
+    touches: bool = True
 
     def make_checkpoint(self, stage: int, shards: int, layers: int, width: int) -> Place:
         """Write a checkpoint, in another process."""
@@ -146,7 +147,8 @@ class Arena:
         self._clear(place)
         files = place.files_read(contender)
         page_cache.drop() if cache == "cold" else page_cache.warm(files)
-        spare_memory.touch(_COPIES.get(contender.family, _LEAST_COPIES) * place.fp32_bytes)
+        if self.touches:
+            spare_memory.touch(_TOUCHED_COPIES * place.fp32_bytes)
         resident_ratio = page_cache.resident_ratio(files)
         output, whole_sec, other_cores = self._run_timed(contender.command(place), place)
         ranks = tuple(told(output))
