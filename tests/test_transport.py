@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dist_consolidate.runtime.placement import Placement
-from dist_consolidate.runtime.transport import AllGather, Broadcasts, Gather, Transport
+from dist_consolidate.runtime.transport import AllGather, Gather, Transport
 from dist_consolidate.runtime.world import World, join_world
 from tests.torchrun import run_ranks
 
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.dist
 MODULE = "tests.test_transport"
 ROW_BYTES = 37
 WAYS: dict[str, Callable[[World], Transport]] = {
-    "all-gather": AllGather,  # what NCCL does; gloo can do it, too
-    "broadcasts": Broadcasts,
+    "allgather": AllGather,
     "gather": lambda world: Gather(world.rank, world.data_group),
 }
 # Rows dealt out evenly, unevenly, to some ranks only, and in no order.

@@ -49,8 +49,8 @@ class Transport(Protocol):
         """Give up what was made for it; every rank does."""
 
 
-class _Collectives:
-    """Every rank receives all rows.
+class AllGather:
+    """Every rank receives all rows: one all-gather of equal slices (NCCL on GPUs).
 
     Collectives of one group must be issued in the same order everywhere. A rank that tells of an
     error issues them otherwise than the ranks that hear of it, so bytes and words need two groups.
@@ -63,7 +63,8 @@ class _Collectives:
             world: This rank.
         """
         self._group, self._is_own = world.data_group, False
-        if _on_host(world) and world.data_group is not None:
+        on_host = world.device.type == "cpu" or not world.data_group_carries_device
+        if on_host and world.data_group is not None:
             import torch.distributed as dist
 
             self._group, self._is_own = dist.new_group(backend="gloo", timeout=TIMEOUT), True
@@ -74,14 +75,6 @@ class _Collectives:
             import torch.distributed as dist
 
             dist.destroy_process_group(self._group)
-
-    def receives(self, is_writer: bool) -> bool:
-        """Tell that all do."""
-        return True
-
-
-class AllGather(_Collectives):
-    """One all-gather of equal slices: NCCL's way."""
 
     def start(
         self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
@@ -96,28 +89,9 @@ class AllGather(_Collectives):
         mine = table[first : first + placement.width]
         return [gather(table.view(-1), mine.view(-1), group=self._group, async_op=True)]
 
-
-class Broadcasts(_Collectives):
-    """Every rank broadcasts its slice: gloo's way.
-
-    gloo's own all-gather collects into memory of its own and copies from there, which takes twice
-    as long and the size of the table again.
-    """
-
-    def start(
-        self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
-    ) -> list[Any]:
-        """Broadcast in place (see :class:`Transport`)."""
-        import torch.distributed as dist
-
-        if len(placement.rows) == 1:
-            return []
-        starts = range(0, len(table), placement.width)
-        return [
-            dist.broadcast(table[at : at + len(rows)], rank, self._group, async_op=True)
-            for rank, (at, rows) in enumerate(zip(starts, placement.rows, strict=True))
-            if rows
-        ]
+    def receives(self, is_writer: bool) -> bool:
+        """Tell that all do."""
+        return True
 
 
 class Gather:
@@ -194,13 +168,5 @@ def make_transport(name: str, world: World) -> Transport:
         The transport, over the group that can carry the device's memory.
     """
     inner: Transport
-    if name == "gather":
-        inner = Gather(world.rank, world.data_group)
-    else:
-        inner = Broadcasts(world) if _on_host(world) else AllGather(world)
+    inner = AllGather(world) if name == "allgather" else Gather(world.rank, world.data_group)
     return inner if world.data_group_carries_device else ViaHost(inner)
-
-
-def _on_host(world: World) -> bool:
-    """Whether rows travel through host memory, over gloo."""
-    return world.device.type == "cpu" or not world.data_group_carries_device

@@ -3,8 +3,7 @@
     torchrun --nproc_per_node=2 -m tests.bench.bare_collective NUM_BYTES DEVICE [OPTION...]
 
 Exchanges as many bytes through the transport itself, in buckets of the size that a run takes and
-two in flight, as there. Nothing is read, assembled or written; with ``--gloo-all-gather`` the
-collective of that name is called instead of what the transport does on gloo.
+two in flight, as there. Nothing is read, assembled or written.
 
 With ``--beside NUM_BYTES OUTPUT_DIR SHARD...`` each rank reads its shards meanwhile and rank 0
 writes that many bytes, each in a thread of its own that waits for nobody: what is left between that
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from dist_consolidate.runtime.budget import make_budget
 from dist_consolidate.runtime.placement import Placement
-from dist_consolidate.runtime.transport import AllGather, Transport, make_transport
+from dist_consolidate.runtime.transport import Transport, make_transport
 from dist_consolidate.runtime.world import World, join_world
 from dist_consolidate.runtime.writeback import start_writeback
 from dist_consolidate.units import parse_size
@@ -114,15 +113,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("num_bytes", type=int)
     parser.add_argument("device")
     parser.add_argument("--bucket-size", type=parse_size)
-    parser.add_argument("--gloo-all-gather", action="store_true")
     parser.add_argument("--beside", nargs="+", default=[])
     asked = parser.parse_args(arguments)
     with join_world(asked.device, launch=True) as world:
         if world.size < 2:
             raise SystemExit("bare_collective: needs at least two ranks")
         bucket_bytes = make_budget(world, asked.bucket_size).bucket_bytes
-        plain = AllGather(world) if asked.gloo_all_gather else make_transport("allgather", world)
-        with contextlib.closing(plain) as transport:
+        with contextlib.closing(make_transport("allgather", world)) as transport:
             exchange_all(world, transport, world.size, world.size)  # opens the connections
             dist.barrier(world.data_group)
             started = time.perf_counter()

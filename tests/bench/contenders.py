@@ -230,7 +230,7 @@ def _one_of_ours(
 
 
 def _collectives(choice: Choice) -> Iterator[Contender]:
-    """The exchanges of allgather alone, beside a loop that reads and writes, and gloo's own."""
+    """The exchanges of allgather alone, and beside a loop that reads and writes."""
     if not choice.bare_collective:
         return
     kind = choice.kinds[0]
@@ -245,13 +245,8 @@ def _collectives(choice: Choice) -> Iterator[Contender]:
             ends = (str(place.kind_bytes[kind]), str(place.out), *map(str, place.shards))
             return make(place, "--beside", *ends)
 
-        def gloo(place: Place, make: Callable[..., list[str]] = make) -> list[str]:
-            return make(place, "--gloo-all-gather")
-
         yield _collective(f"exchange alone, {size} ranks", size, make)
         yield _collective(f"exchange beside a loop, {size} ranks", size, loop, kind)
-        if choice.device in ("auto", "cpu"):
-            yield _collective(f"gloo's all_gather alone, {size} ranks", size, gloo)
 
 
 def _collective(
