@@ -31,7 +31,7 @@ from dist_consolidate.runtime.transport import Transport, make_transport
 from dist_consolidate.runtime.world import World, join_world
 from dist_consolidate.runtime.writeback import start_writeback
 from dist_consolidate.units import parse_size
-from tests.bench.page_cache import data_extents
+from tests.bench import page_cache
 from tests.bench.self_proc import memory_bytes, tell
 
 _IN_FLIGHT = 2
@@ -49,8 +49,9 @@ def exchange_all(world: World, transport: Transport, num_bytes: int, bucket_byte
     ]
     placement = Placement(tuple((rank,) for rank in range(world.size)), 1)
     flying: list[list[Any]] = [[] for _ in tables]
-    for index, at in enumerate(range(0, -(-num_bytes // world.size), row_bytes)):
-        length = min(row_bytes, -(-num_bytes // world.size) - at)
+    mine_bytes = -(-num_bytes // world.size)
+    for index, at in enumerate(range(0, mine_bytes, row_bytes)):
+        length = min(row_bytes, mine_bytes - at)
         turn = index % _IN_FLIGHT
         _wait(flying[turn])
         table = tables[turn].view(-1)[: world.size * length].view(world.size, length)
@@ -64,17 +65,6 @@ def exchange_all(world: World, transport: Transport, num_bytes: int, bucket_byte
 def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-
-
-def read_all(shards: Sequence[Path]) -> None:
-    """Read what is no hole in the shards, into the same memory again and again."""
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    for path in shards:
-        descriptor = os.open(path, os.O_RDONLY)
-        for start, stop in data_extents(path):
-            for at in range(start, stop, _CHUNK_BYTES):
-                os.preadv(descriptor, [buffer[: min(_CHUNK_BYTES, stop - at)]], at)
-        os.close(descriptor)
 
 
 def write_all(folder: Path, num_bytes: int) -> None:
@@ -96,7 +86,7 @@ def beside(world: World, arguments: Sequence[str]) -> Iterator[None]:
     tasks: list[Callable[[], None]] = []
     if arguments:
         shards = [Path(text) for text in arguments[2:]][world.rank :: world.size]
-        tasks.append(lambda: read_all(shards))
+        tasks.append(lambda: page_cache.warm(shards))
         if world.rank == 0:
             tasks.append(lambda: write_all(Path(arguments[1]), int(arguments[0])))
     threads = [threading.Thread(target=task) for task in tasks]
