@@ -194,6 +194,7 @@ def test_a_shard_cut_short_while_it_is_read_ends_all_ranks(
         (2, 1, "gather"),
         (3, 0, "allgather"),
         (3, 1, "allgather"),
+        (3, 2, "gather"),
         (2, 0, "direct"),
         (2, 1, "direct"),
     ],

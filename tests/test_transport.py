@@ -5,7 +5,6 @@ Run as a module under torchrun, this file is also what each rank does (see :func
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dist_consolidate.runtime.placement import Placement
-from dist_consolidate.runtime.transport import AllGather, Gather, Transport
+from dist_consolidate.runtime.transport import AllGather, PointToPoint, Transport
 from dist_consolidate.runtime.world import World, join_world
 from tests.torchrun import run_ranks
 
@@ -23,8 +22,9 @@ pytestmark = pytest.mark.dist
 MODULE = "tests.test_transport"
 ROW_BYTES = 37
 WAYS: dict[str, Callable[[World], Transport]] = {
-    "allgather": AllGather,
-    "gather": lambda world: Gather(world.rank, world.data_group),
+    "allgather": lambda world: AllGather(world.data_group),
+    "point-to-point": lambda world: PointToPoint(world.rank, world.data_group, to_all=True),
+    "gather": lambda world: PointToPoint(world.rank, world.data_group, to_all=False),
 }
 # Rows dealt out evenly, unevenly, to some ranks only, and in no order.
 PLACEMENTS = (
@@ -69,8 +69,7 @@ def main(name: str) -> None:
     with join_world("cpu", launch=True) as world:
         for placement in PLACEMENTS:
             for writers in WRITERS:
-                with contextlib.closing(WAYS[name](world)) as transport:
-                    exchange(world, transport, placement, writers)
+                exchange(world, WAYS[name](world), placement, writers)
         dist.barrier(world.data_group)
         number = len(PLACEMENTS) * len(WRITERS)
         sys.stdout.write(f"rank {world.rank}: {number} exchanges\n")

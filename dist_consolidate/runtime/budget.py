@@ -12,7 +12,7 @@ from dist_consolidate.errors import ResourceError
 from dist_consolidate.runtime.world import World
 from dist_consolidate.units import format_bytes
 
-CPU_BUCKET_BYTES = 8 * 10**6
+CPU_BUCKET_BYTES = 16 * 10**6
 _MIN_GPU_BUCKET_BYTES, _MAX_GPU_BUCKET_BYTES = 16 * 2**20, 2**28
 # Of what is free on the device, leave the rest to fragmentation and to NCCL's own buffers.
 _GPU_SHARE = 0.5

@@ -119,7 +119,7 @@ def move(work: Work, world: World, transport: Transport, budget: Budget) -> Move
     Args:
         work: What to move.
         world: This rank.
-        transport: How rows travel; closed at the end.
+        transport: How rows travel.
         budget: Memory limits.
 
     Returns:
@@ -128,11 +128,10 @@ def move(work: Work, world: World, transport: Transport, budget: Budget) -> Move
     Raises:
         ConsolidateError: If any rank failed; every rank raises.
     """
-    with contextlib.closing(transport):
-        with (caught := Caught()):
-            mover = _Mover(work, world, transport, budget)
-        world.control.agree(caught.error)
-        return mover.run()
+    with (caught := Caught()):
+        mover = _Mover(work, world, transport, budget)
+    world.control.agree(caught.error)
+    return mover.run()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 
-from dist_consolidate.runtime.control import TIMEOUT
 from dist_consolidate.runtime.placement import Placement
 from dist_consolidate.runtime.world import World
 
@@ -45,36 +44,18 @@ class Transport(Protocol):
     def receives(self, is_writer: bool) -> bool:
         """Tell whether a rank must have room for the rows of all."""
 
-    def close(self) -> None:
-        """Give up what was made for it; every rank does."""
-
 
 class AllGather:
     """Every rank receives all rows: one all-gather of equal slices (NCCL on GPUs).
 
     Collectives of one group must be issued in the same order everywhere. A rank that tells of an
-    error issues them otherwise than the ranks that hear of it, so bytes and words need two groups.
+    error issues them otherwise than the ranks that hear of it, so the group is not the control
+    plane's.
     """
 
-    def __init__(self, world: World) -> None:
-        """Take the world's data group, or make one where that is the control plane's; every rank.
-
-        Args:
-            world: This rank.
-        """
-        self._group, self._is_own = world.data_group, False
-        on_host = world.device.type == "cpu" or not world.data_group_carries_device
-        if on_host and world.data_group is not None:
-            import torch.distributed as dist
-
-            self._group, self._is_own = dist.new_group(backend="gloo", timeout=TIMEOUT), True
-
-    def close(self) -> None:
-        """Destroy the group that was made here (see :class:`Transport`)."""
-        if self._is_own:
-            import torch.distributed as dist
-
-            dist.destroy_process_group(self._group)
+    def __init__(self, group: Any) -> None:  # noqa: ANN401 - a process group
+        """Remember the process group to talk over."""
+        self._group = group
 
     def start(
         self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
@@ -82,8 +63,6 @@ class AllGather:
         """All-gather in place (see :class:`Transport`)."""
         import torch.distributed as dist
 
-        if len(placement.rows) == 1 and not dist.is_initialized():
-            return []
         # all_gather_into_tensor is deprecated in favour of all_gather_single from torch 2.13 on.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         mine = table[first : first + placement.width]
@@ -94,36 +73,46 @@ class AllGather:
         return True
 
 
-class Gather:
-    """Only writers receive: point-to-point messages, which gloo moves far faster."""
+class PointToPoint:
+    """Each rank sends its rows to all that receive, straight from and into their tables.
 
-    def __init__(self, rank: int, group: Any) -> None:  # noqa: ANN401 - a process group
-        """Remember who this is, and the process group to talk over."""
-        self._rank, self._group = rank, group
+    On gloo this takes the place of the all-gather, too. gloo's own goes through a ring and through
+    memory of its own; and here a rank waits only for the very rank that it receives from, so that
+    all of them notice when one is gone.
+    """
+
+    def __init__(self, rank: int, group: Any, *, to_all: bool) -> None:  # noqa: ANN401
+        """Set up.
+
+        Args:
+            rank: This rank.
+            group: The process group to talk over. Messages have no order to keep with
+                collectives, so it may be the control plane's.
+            to_all: Every rank receives, instead of the writers only.
+        """
+        self._rank, self._group, self._to_all = rank, group, to_all
 
     def start(
         self, table: torch.Tensor, first: int, placement: Placement, writers: Sequence[int]
     ) -> list[Any]:
-        """Send to the writers, and receive from all others as one (see :class:`Transport`)."""
+        """Send to all that receive, and receive from all others (see :class:`Transport`)."""
         import torch.distributed as dist
 
+        receivers = range(len(placement.rows)) if self._to_all else writers
         operations = []
-        for writer, (rank, rows) in itertools.product(writers, enumerate(placement.rows)):
-            if not rows or rank == writer or self._rank not in (rank, writer):
+        for receiver, (rank, rows) in itertools.product(receivers, enumerate(placement.rows)):
+            if not rows or rank == receiver or self._rank not in (rank, receiver):
                 continue
             sends = rank == self._rank
             begin = first if sends else rank * placement.width
             message = table[begin : begin + len(rows)].view(-1)
-            call, peer = (dist.isend, writer) if sends else (dist.irecv, rank)
+            call, peer = (dist.isend, receiver) if sends else (dist.irecv, rank)
             operations.append(dist.P2POp(call, message, peer, self._group))
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def receives(self, is_writer: bool) -> bool:
-        """Tell that only writers do."""
-        return is_writer
-
-    def close(self) -> None:
-        """Do nothing: messages have no order to keep with collectives."""
+        """Tell whether all do, or only writers."""
+        return self._to_all or is_writer
 
 
 class ViaHost:
@@ -152,10 +141,6 @@ class ViaHost:
         """Tell what the inner transport does."""
         return self._inner.receives(is_writer)
 
-    def close(self) -> None:
-        """Close the inner transport."""
-        self._inner.close()
-
 
 def make_transport(name: str, world: World) -> Transport:
     """Make a transport.
@@ -167,6 +152,8 @@ def make_transport(name: str, world: World) -> Transport:
     Returns:
         The transport, over the group that can carry the device's memory.
     """
-    inner: Transport
-    inner = AllGather(world) if name == "allgather" else Gather(world.rank, world.data_group)
+    to_all = name == "allgather"
+    if to_all and world.device.type != "cpu" and world.data_group_carries_device:
+        return AllGather(world.data_group)
+    inner = PointToPoint(world.rank, world.data_group, to_all=to_all)
     return inner if world.data_group_carries_device else ViaHost(inner)
