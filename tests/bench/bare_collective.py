@@ -1,9 +1,10 @@
-"""The exchanges of ``--transport allgather`` without the tool around them, timed.
+"""The exchange of ``--transport allgather`` without the tool around it, timed.
 
     torchrun --nproc_per_node=2 -m tests.bench.bare_collective NUM_BYTES DEVICE [OPTION...]
 
-Exchanges as many bytes through the transport itself, in buckets of the size that a run takes and
-two in flight, as there. Nothing is read, assembled or written.
+Gathers as many bytes on every rank, in buckets of the size that a run takes and two in flight, as
+there: with the backend's own all-gather, or with ``--exchange`` as the transport does it, which on
+CPUs is another way. Nothing is read, assembled or written.
 
 With ``--beside NUM_BYTES OUTPUT_DIR SHARD...`` each rank reads its shards meanwhile and rank 0
 writes that many bytes, each in a thread of its own that waits for nobody: what is left between that
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from dist_consolidate.runtime.budget import make_budget
 from dist_consolidate.runtime.placement import Placement
-from dist_consolidate.runtime.transport import Transport, make_transport
+from dist_consolidate.runtime.transport import AllGather, Transport, make_transport
 from dist_consolidate.runtime.world import World, join_world
 from dist_consolidate.runtime.writeback import start_writeback
 from dist_consolidate.units import parse_size
@@ -103,20 +104,23 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("num_bytes", type=int)
     parser.add_argument("device")
     parser.add_argument("--bucket-size", type=parse_size)
+    parser.add_argument("--exchange", action="store_true")
     parser.add_argument("--beside", nargs="+", default=[])
     asked = parser.parse_args(arguments)
     with join_world(asked.device, launch=True) as world:
         if world.size < 2:
             raise SystemExit("bare_collective: needs at least two ranks")
         bucket_bytes = make_budget(world, asked.bucket_size).bucket_bytes
-        with contextlib.closing(make_transport("allgather", world)) as transport:
-            exchange_all(world, transport, world.size, world.size)  # opens the connections
-            dist.barrier(world.data_group)
-            started = time.perf_counter()
-            with beside(world, asked.beside):
-                exchange_all(world, transport, asked.num_bytes, bucket_bytes)
-            dist.barrier(world.data_group)
-            took_sec = time.perf_counter() - started
+        transport = (
+            make_transport("allgather", world) if asked.exchange else AllGather(world.data_group)
+        )
+        exchange_all(world, transport, world.size, world.size)  # opens the connections
+        dist.barrier(world.data_group)
+        started = time.perf_counter()
+        with beside(world, asked.beside):
+            exchange_all(world, transport, asked.num_bytes, bucket_bytes)
+        dist.barrier(world.data_group)
+        took_sec = time.perf_counter() - started
     tell(
         {
             "moving_sec": took_sec,

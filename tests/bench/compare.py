@@ -91,6 +91,7 @@ def _add_who(made: argparse.ArgumentParser) -> None:
     add("--io", nargs="+", metavar="auto|buffered|direct", help="passed on if given")
     add("--bucket-size", metavar="SIZE", help="passed on if given")
     add("--device", choices=("cpu", "cuda"), help="passed on if given")
+    add("--max-shard-size", metavar="SIZE", default="5GB", help="of everyone's output files")
     add("--all", action="store_true", help="every combination, not only a sensible set")
     add("--null-writer", action="store_true", help="ours write nothing: all before the disk")
     add("--bare-collective", action="store_true", help="the collectives of allgather alone")
@@ -139,14 +140,14 @@ def choice_asked(options: argparse.Namespace) -> Choice:
         UsageError: If what is passed on to ours is wrong.
         ValueError: If a pattern fits nothing.
     """
-    for name in ("writers", "io", "bucket_size", "device"):
+    for name in ("writers", "io", "bucket_size", "device", "max_shard_size"):
         given = getattr(options, name)
         for value in given if isinstance(given, list) else filter(None, [given]):
             make_options({name: value})
     formats, dtypes = _unique(options.formats), _unique(options.dtypes)
     every = tuple(Kind(*pair) for pair in itertools.product(formats, dtypes))
     extra: list[str] = []
-    for name in ("bucket_size", "device"):
+    for name in ("bucket_size", "device", "max_shard_size"):
         if (value := getattr(options, name)) is not None:
             extra += [f"--{name.replace('_', '-')}", value]
     size = options.bucket_size
@@ -164,6 +165,7 @@ def choice_asked(options: argparse.Namespace) -> Choice:
         bare_collective=options.bare_collective,
         device=options.device or "auto",
         bucket_bytes=None if size in (None, "auto") else parse_size(size),
+        max_shard_size=options.max_shard_size,
         only=tuple(options.only),
     )
 
@@ -229,7 +231,7 @@ def measure(
     for stage in _unique(options.stage):
         log(f"stage {stage}: writing {size.num_params / 1e6:.1f}M parameters")
         place = arena.make_checkpoint(stage, options.shards, size.layers, size.width)
-        place = arena.make_references(place, written_kinds(contenders))
+        place = arena.make_references(place, written_kinds(contenders), options.max_shard_size)
         caches = _unique(options.cache)
         runs = list(_rounds(options, contenders, arena, place, stage))
         growth = _growth(contenders, arena, place, stage) if options.growth else []

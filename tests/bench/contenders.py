@@ -52,6 +52,7 @@ class Choice:
         bare_collective: Whether the collectives alone take part.
         device: For the collectives alone.
         bucket_bytes: For the collectives alone.
+        max_shard_size: Upper bound of an output file, for ours, zero_to_fp32 and what cp copies.
         only: Patterns of names; empty for all.
     """
 
@@ -68,6 +69,7 @@ class Choice:
     bare_collective: bool = False
     device: str = "cpu"
     bucket_bytes: int | None = None
+    max_shard_size: str = "5GB"
     only: tuple[str, ...] = ()
 
 
@@ -150,7 +152,7 @@ def select(choice: Choice) -> list[Contender]:
     """
     ours = list(_ours(choice))
     kinds = written_kinds(ours)
-    found = [*ours, *_collectives(choice), *(_deepspeed() if choice.deepspeed else ())]
+    found = [*ours, *_collectives(choice), *(_deepspeed(choice) if choice.deepspeed else ())]
     found += itertools.chain.from_iterable(_yardsticks(kind) for kind in kinds)
     found.append(
         Contender(
@@ -230,34 +232,33 @@ def _one_of_ours(
 
 
 def _collectives(choice: Choice) -> Iterator[Contender]:
-    """The exchanges of allgather alone, and beside a loop that reads and writes."""
+    """The all-gather and the exchange alone, and beside a loop that reads and writes."""
     if not choice.bare_collective:
         return
-    kind = choice.kinds[0]
-    flags = () if choice.bucket_bytes is None else ("--bucket-size", str(choice.bucket_bytes))
+    more = () if choice.bucket_bytes is None else ("--bucket-size", str(choice.bucket_bytes))
     for size in (size for size in choice.ranks if size > 1):
-        start = (*torchrun(size), "tests.bench.bare_collective")
-
-        def make(place: Place, *more: str, start: Sequence[str] = start) -> list[str]:
-            return [*start, str(place.fp32_bytes), choice.device, *flags, *more]
-
-        def loop(place: Place, make: Callable[..., list[str]] = make) -> list[str]:
-            ends = (str(place.kind_bytes[kind]), str(place.out), *map(str, place.shards))
-            return make(place, "--beside", *ends)
-
-        yield _collective(f"exchange alone, {size} ranks", size, make)
-        yield _collective(f"exchange beside a loop, {size} ranks", size, loop, kind)
+        for what, flags in (("all-gather", ()), ("exchange", ("--exchange",))):
+            yield from _collective(what, size, choice, (*more, *flags))
 
 
-def _collective(
-    name: str, size: int, command: Callable[[Place], list[str]], kind: Kind | None = None
-) -> Contender:
-    reads: Reads = "nothing" if kind is None else "shards"
-    return Contender(name, "collective", reads, command, kind=kind, num_ranks=size)
+def _collective(what: str, size: int, choice: Choice, flags: Sequence[str]) -> Iterator[Contender]:
+    kind, start = choice.kinds[0], (*torchrun(size), "tests.bench.bare_collective")
+
+    def alone(place: Place) -> list[str]:
+        return [*start, str(place.fp32_bytes), choice.device, *flags]
+
+    def loop(place: Place) -> list[str]:
+        ends = (str(place.kind_bytes[kind]), str(place.out), *map(str, place.shards))
+        return [*alone(place), "--beside", *ends]
+
+    name = f"{what} alone, {size} ranks"
+    yield Contender(name, "collective", "nothing", alone, num_ranks=size)
+    name = f"{what} beside a loop, {size} ranks"
+    yield Contender(name, "collective", "shards", loop, kind=kind, num_ranks=size)
 
 
-def _deepspeed() -> Iterator[Contender]:
-    for name, size in (("sharded .bin", "5GB"), ("one .bin", "none")):
+def _deepspeed(choice: Choice) -> Iterator[Contender]:
+    for name, size in (("sharded .bin", choice.max_shard_size), ("one .bin", "none")):
 
         def make(place: Place, size: str = size, more: Sequence[str] = ()) -> list[str]:
             ends = (str(place.checkpoint), str(place.out), size)

@@ -102,13 +102,15 @@ class Arena:
             kind_bytes={},
         )
 
-    def make_references(self, place: Place, kinds: Sequence[Kind]) -> Place:
+    def make_references(
+        self, place: Place, kinds: Sequence[Kind], max_shard_size: str = "5GB"
+    ) -> Place:
         """Make the result of each kind: what cp copies, and what all others are compared with."""
         sizes = {}
         for kind in kinds:
             out = place.reference_of(kind)
             command = [*PYTHON, "tests.bench.runner", str(place.checkpoint), str(out)]
-            self._run([*command, *kind.options])
+            self._run([*command, *kind.options, "--max-shard-size", max_shard_size])
             sizes[kind] = sum(path.stat().st_size for path in _weight_files(out))
         return dataclasses.replace(place, kind_bytes=sizes)
 
