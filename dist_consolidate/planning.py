@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from dist_consolidate.checkpoint.jobs import Finding, Job, run_job
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, list_shards
 from dist_consolidate.checkpoint.model import Checkpoint
-from dist_consolidate.checkpoint.reader import Finding, Job, read_checkpoint, run_job
+from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names

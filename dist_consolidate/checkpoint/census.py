@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.parallel import Grid
 from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
@@ -36,15 +37,13 @@ def refuse_other_kinds(folder: TagFolder) -> None:
         )
 
 
-def refuse_model_parallel(folder: TagFolder, model: ModelState) -> None:
-    """Refuse tensor and pipeline parallelism by what is recorded, not by names.
-
-    Sequence parallelism has written names with ``mp_rank_01`` too; there the recorded
-    model-parallel size is 1.
+def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> None:
+    """Refuse tensor and pipeline parallelism.
 
     Args:
         folder: The shards.
         model: The model states of rank 0.
+        grid: How the model is spread.
 
     Raises:
         UnsupportedLayoutError: If the model is spread over several model-parallel ranks.
@@ -54,20 +53,19 @@ def refuse_model_parallel(folder: TagFolder, model: ModelState) -> None:
             f"{folder.path}: is a pipeline-parallel checkpoint (`module` of {model.shard.name} is "
             "empty); this version does not read those"
         )
-    indices = {shard.mp_rank for shard in folder.shards}
-    size = model.mp_world_size
-    if (size or 1) > 1 or (size is None and len(indices) > 1):
+    if grid.size > 1:
         raise UnsupportedLayoutError(
             f"{folder.path}: is a tensor-parallel checkpoint (model-parallel size "
-            f"{size or len(indices)}); this version does not read those"
+            f"{grid.size}); this version does not read those"
         )
 
 
-def primary_model(folder: TagFolder) -> ShardFile:
-    """Pick the model states of rank 0, which alone hold the recorded ties.
+def primary_model(folder: TagFolder, mp_rank: int) -> ShardFile:
+    """Pick the model states of data-parallel rank 0; index 0's alone hold the recorded ties.
 
     Args:
         folder: The shards.
+        mp_rank: The model-parallel index.
 
     Returns:
         The file.
@@ -75,7 +73,7 @@ def primary_model(folder: TagFolder) -> ShardFile:
     Raises:
         CheckpointError: If it is not there.
     """
-    models = [s for s in folder.of("model") if not s.dp_rank and not s.mp_rank]
+    models = [s for s in folder.of("model") if not s.dp_rank and s.mp_rank == mp_rank]
     if len(models) > 1:
         raise CheckpointError(
             f"{folder.path}: holds two model states of rank 0, {models[0].name} and "
@@ -84,7 +82,7 @@ def primary_model(folder: TagFolder) -> ShardFile:
         )
     if not models:
         striped = any(shard.dp_rank is not None for shard in folder.of("model"))
-        name = "zero_pp_rank_0_mp_rank_00" if striped else "mp_rank_00"
+        name = f"zero_pp_rank_0_mp_rank_{mp_rank:02d}" if striped else f"mp_rank_{mp_rank:02d}"
         raise CheckpointError(
             f"{folder.path / (name + '_model_states.pt')}: is missing; it names the model's "
             "tensors and nothing can be read without it. Look for it where the run's first "

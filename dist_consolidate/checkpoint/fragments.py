@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan
-from dist_consolidate.checkpoint.model import FlatGroup, Source
+from dist_consolidate.checkpoint.model import Block, FlatGroup, Source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +55,10 @@ class Fragments:
         if start_numel >= stop_numel:
             return
         width = source.dtype.itemsize_bytes
+        if source.blocks:
+            for block in source.blocks:
+                yield from self._block_reads(block, start_numel, stop_numel)
+            return
         if source.span is not None:
             yield span_read(source.span, start_numel * width, stop_numel * width, 0)
             return
@@ -73,6 +77,33 @@ class Fragments:
             extent = Extent(part.file, offset, count * width)
             yield Read((at - start_numel) * width, extent)
             at += count
+
+    def _block_reads(self, block: Block, start_numel: int, stop_numel: int) -> Iterator[Read]:
+        """Give the reads of one block's runs, one run after another as they lie in its source."""
+        width = block.source.dtype.itemsize_bytes
+        first = 0
+        if block.to_step_numel:
+            missed = start_numel - block.to_numel - block.run_numel
+            first = max(missed // block.to_step_numel + 1, 0)
+        for run in range(first, block.num_runs):
+            begin = block.to_numel + run * block.to_step_numel
+            if begin >= stop_numel:
+                return
+            low, high = max(begin, start_numel), min(begin + block.run_numel, stop_numel)
+            origin = block.from_numel + run * block.from_step_numel - begin
+            for read in self.reads(block.source, origin + low, origin + high):
+                at_bytes = read.at_bytes + (low - start_numel) * width
+                yield dataclasses.replace(read, at_bytes=at_bytes)
+
+    def files(self, source: Source) -> frozenset[str]:
+        """Name the shards that a tensor may be read from."""
+        if source.blocks:
+            parts = {id(block.source): block.source for block in source.blocks}
+            return frozenset().union(*map(self.files, parts.values()))
+        if source.span is not None:
+            return frozenset((source.span.file,))
+        assert source.slot is not None
+        return frozenset(part.file for part in self._groups[source.slot.group].parts)
 
     def _starts(self, group: int) -> list[int]:
         if group not in self._origins:

@@ -29,8 +29,16 @@ _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = (
         ),
     ),
     ("expert-optim", re.compile(r"expp_rank_\d+_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
-    ("expert", re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_(?P<mp>\d+)_model_states\.pt")),
-    ("layer", re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt")),
+    (
+        "expert",
+        re.compile(
+            r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"
+        ),
+    ),
+    (
+        "layer",
+        re.compile(r"layer_(?P<layer>\d+)(-model_(?P<mp>\d+))?-model_states\.pt"),
+    ),
     ("foreign", re.compile(r".*(model|optim)_states\.pt-\d+\.\d+")),
 )
 
@@ -43,9 +51,12 @@ class ShardFile:
         name: File name inside the tag folder.
         role: What it holds.
         dp_rank: Data-parallel rank, or ``None`` where the name has none (then rank 0 wrote it).
-        mp_rank: Model-parallel index of the name (0 where the name has none).
+        mp_rank: Model-parallel index of the name (0 where the name has none); of a pipeline
+            layer its tensor-parallel rank.
         prefix: ``bf16_``, ``fp16_`` or nothing.
         num_bytes: Size.
+        layer: Number of a pipeline layer, or of the layer an expert belongs to.
+        expert: Global number of an expert within its layer.
     """
 
     name: str
@@ -54,6 +65,8 @@ class ShardFile:
     mp_rank: int
     prefix: str
     num_bytes: int
+    layer: int | None = None
+    expert: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +89,11 @@ class TagFolder:
         """Give the shards of one role."""
         return tuple(shard for shard in self.shards if shard.role == role)
 
+    def only(self, mp_rank: int) -> TagFolder:
+        """Give the folder as one model-parallel index sees it; pipeline layers are no index's."""
+        mine = (s for s in self.shards if s.mp_rank == mp_rank and s.role != "layer")
+        return dataclasses.replace(self, shards=tuple(mine))
+
 
 def parse_name(name: str, num_bytes: int = 0) -> ShardFile | None:
     """Read role and ranks off a file name; ``None`` if it is no shard's name."""
@@ -83,9 +101,17 @@ def parse_name(name: str, num_bytes: int = 0) -> ShardFile | None:
         match = pattern.fullmatch(name)
         if match:
             found = match.groupdict()
-            dp_rank = int(found["dp"]) if found.get("dp") else None
-            mp_rank = int(found.get("mp") or 0)
-            return ShardFile(name, role, dp_rank, mp_rank, found.get("prefix") or "", num_bytes)
+            ranks = {k: int(found[k]) for k in ("dp", "mp", "layer", "expert") if found.get(k)}
+            return ShardFile(
+                name,
+                role,
+                dp_rank=ranks.get("dp"),
+                mp_rank=ranks.get("mp", 0),
+                prefix=found.get("prefix") or "",
+                num_bytes=num_bytes,
+                layer=ranks.get("layer"),
+                expert=ranks.get("expert"),
+            )
     return None
 
 
@@ -97,7 +123,12 @@ def list_shards(folder: Path) -> tuple[ShardFile, ...]:
         if shard is not None and entry.is_file():
             shards.append(dataclasses.replace(shard, num_bytes=entry.stat().st_size))
     key = {role: index for index, (role, _) in enumerate(_PATTERNS)}
-    order = sorted(shards, key=lambda s: (key[s.role], s.mp_rank, s.dp_rank or 0, s.name))
+    order = sorted(
+        shards,
+        key=lambda s: (
+            key[s.role], s.mp_rank, s.dp_rank or 0, s.layer or 0, s.expert or 0, s.name
+        ),
+    )  # fmt: skip
     return tuple(order)
 
 

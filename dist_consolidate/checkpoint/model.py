@@ -47,8 +47,34 @@ class FlatSlot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """Evenly spaced runs of one source that fill evenly spaced runs of a tensor.
+
+    Run ``i`` takes the source's elements from ``from_numel + i * from_step_numel`` on to the
+    tensor's elements from ``to_numel + i * to_step_numel`` on; both in row-major order.
+
+    Attributes:
+        source: A slot or a span, of the tensor's element type.
+        num_runs: Runs.
+        run_numel: Elements of each run.
+        from_numel: First element of the first run, in the source.
+        from_step_numel: Distance between runs, in the source.
+        to_numel: First element of the first run, in the tensor.
+        to_step_numel: Distance between runs, in the tensor.
+    """
+
+    source: Source
+    num_runs: int
+    run_numel: int
+    from_numel: int
+    from_step_numel: int
+    to_numel: int
+    to_step_numel: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """Where a tensor's values come from: a slot of a flat group, or a span of one file.
+    """Where a tensor's values come from: a slot of a flat group, a span of one file, or blocks.
 
     Attributes:
         origin: Which copy it is.
@@ -56,6 +82,7 @@ class Source:
         dtype: Element type on disk.
         slot: Set where it lies in a flat group.
         span: Set where it lies in one piece.
+        blocks: Set where it is put together of several sources: they fill every element once.
     """
 
     origin: Origin
@@ -63,6 +90,7 @@ class Source:
     dtype: DType
     slot: FlatSlot | None = None
     span: TensorSpan | None = None
+    blocks: tuple[Block, ...] = ()
 
     @property
     def num_numel(self) -> int:

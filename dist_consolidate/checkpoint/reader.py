@@ -1,68 +1,18 @@
-"""From a folder to a :class:`Checkpoint`: census, states, and the layout that fits them.
-
-Which process reads which file is left to the caller: the work is handed out as jobs, so that
-several ranks can share it, each reading what it sees.
-"""
+"""From a folder to a :class:`Checkpoint`: census, states, and the layout that fits them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
-from dist_consolidate.checkpoint import census, stage0, zero3, zero12
-from dist_consolidate.checkpoint.archive import scan_integer
-from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
-from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
-from dist_consolidate.checkpoint.rounding import Fingerprints
-from dist_consolidate.checkpoint.states import (
-    ModelState,
-    ModuleEntry,
-    OptimState,
-    read_model_state,
-    read_optim_state,
-)
-from dist_consolidate.errors import Caught, CheckpointError, Problems, UnsupportedLayoutError
-
-Finding = ModelState | OptimState | int | None | CheckpointError
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Job:
-    """One file to read, and what for: a model state, an optimizer state, or only its step."""
-
-    kind: Literal["model", "optim", "step"]
-    shard: ShardFile
-
-
-Runner = Callable[[TagFolder, Sequence[Job]], list[Finding]]
-
-
-def run_job(folder: TagFolder, job: Job) -> Finding:
-    """Read one file; whatever goes wrong is the result, to be raised with the others."""
-    path = folder.path / job.shard.name
-    finding: Finding = None
-    with (caught := Caught()):
-        if job.kind == "model":
-            finding = read_model_state(folder.path, job.shard)
-        elif job.kind == "optim":
-            finding = read_optim_state(folder.path, job.shard)
-        else:
-            finding = scan_integer(path, "global_steps")
-    error = caught.error
-    if error is None or isinstance(error, CheckpointError):
-        return error or finding
-    if isinstance(error, OSError):
-        return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
-    kind = type(error).__name__
-    return CheckpointError(f"{path}: holds what DeepSpeed does not write ({kind}: {error})")
-
-
-def run_here(folder: TagFolder, jobs: Sequence[Job]) -> list[Finding]:
-    """Read all files in this process."""
-    return [run_job(folder, job) for job in jobs]
+from dist_consolidate.checkpoint import census
+from dist_consolidate.checkpoint.assembly import Assembly
+from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
+from dist_consolidate.checkpoint.layout import TagFolder
+from dist_consolidate.checkpoint.model import Checkpoint
+from dist_consolidate.checkpoint.parallel import Grid, find_grid
+from dist_consolidate.checkpoint.states import ModelState, OptimState
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
 def read_checkpoint(
@@ -84,237 +34,78 @@ def read_checkpoint(
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
     census.refuse_other_kinds(folder)
-    primary = census.primary_model(folder)
-    jobs = [Job("model", primary), *(Job("optim", shard) for shard in folder.of("optim"))]
-    model, *optims = run(folder, jobs)
+    jobs = _jobs(folder)
+    findings = dict(zip(jobs, run(folder, jobs), strict=True))
     problems = Problems()
-    for finding in (model, *optims):
+    for finding in findings.values():
         if isinstance(finding, UnsupportedLayoutError):
             raise finding
         if isinstance(finding, CheckpointError):
             problems.add(str(finding))
-    if not isinstance(model, ModelState):
+    primary = findings[jobs[0]]
+    if not isinstance(primary, ModelState):
         problems.raise_if_any(f"{folder.path}: the checkpoint cannot be read")
         raise AssertionError("a model job gives a model state or an error")
-    census.refuse_model_parallel(folder, model)
-    states = [finding for finding in optims if isinstance(finding, OptimState)]
+    grid = find_grid(folder, primary)
+    census.refuse_model_parallel(folder, primary, grid)
+    parts = []
+    for index in range(grid.size):
+        try:
+            parts.append(_part(folder, findings, index, grid, problems))
+        except UnsupportedLayoutError:
+            raise
+        except CheckpointError as error:
+            problems.add(str(error))
+    # A layout needs every rank; missing and damaged shards are told first, all together.
+    problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
+    checkpoints = [
+        Assembly(part.folder, part.model, part.optims, run, claims).checkpoint() for part in parts
+    ]
+    return checkpoints[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """What the ranks of one model-parallel index saved.
+
+    Attributes:
+        folder: The tag folder with their shards only.
+        model: Model states of the first of them.
+        optims: Their optimizer states, in rank order.
+    """
+
+    folder: TagFolder
+    model: ModelState
+    optims: Sequence[OptimState]
+
+
+def _jobs(folder: TagFolder) -> list[Job]:
+    """List what is always read; the model states of rank 0 come first."""
+    primary = census.primary_model(folder, 0)
+    models = [primary, *(s for s in folder.of("model") if not s.dp_rank and s.mp_rank)]
+    return [Job("model", s) for s in models] + [Job("optim", s) for s in folder.of("optim")]
+
+
+def _part(
+    folder: TagFolder,
+    findings: Mapping[Job, Finding],
+    index: int,
+    grid: Grid,
+    problems: Problems,
+) -> _Part:
+    """Sort out what one model-parallel index saved; its optimizer states must be complete."""
+    mine = folder if grid.size == 1 else folder.only(index)
+    model = findings[Job("model", census.primary_model(folder, index))]
+    assert isinstance(model, ModelState | CheckpointError)
+    if isinstance(model, CheckpointError):
+        raise model
+    found = {shard: findings[Job("optim", shard)] for shard in mine.of("optim")}
+    states = [finding for finding in found.values() if isinstance(finding, OptimState)]
     if any(state.expert_groups for state in states):
         raise UnsupportedLayoutError(
             f"{folder.path}: is an expert-parallel (MoE) checkpoint (a param group belongs to "
             "experts); this version does not read those"
         )
-    damaged = {
-        job.shard.dp_rank or 0
-        for job, finding in zip(jobs[1:], optims, strict=True)
-        if isinstance(finding, CheckpointError)
-    }
-    ordered = census.order_by_rank(folder, states, problems, damaged) if states else []
-    # A layout needs every rank; missing and damaged shards are told first, all together.
-    problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
-    return _Assembly(folder, model, ordered, run, claims).checkpoint()
-
-
-class _Assembly:
-    """Puts one checkpoint together from complete states."""
-
-    def __init__(
-        self,
-        folder: TagFolder,
-        model: ModelState,
-        optims: Sequence[OptimState],
-        run: Runner,
-        claims: Sequence[tuple[str, str]],
-    ) -> None:
-        self.folder, self.model, self.optims, self.run = folder, model, optims, run
-        self.claims = claims
-        self.problems = Problems()
-        self.notes: list[str] = []
-        self.stage = _stage(model, optims)
-        self.ranks = len(optims) or 1
-
-    def checkpoint(self) -> Checkpoint:
-        groups, partitions = self._partitions()
-        more_groups, frozen = self._frozen(len(groups))
-        self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
-        all_groups = (*groups, *more_groups)
-        return Checkpoint(
-            tag=self.folder.tag,
-            chosen=self.folder.chosen,
-            stage=self.stage,
-            world_size=self.ranks,
-            step=self.model.global_steps,
-            ds_version=self.model.ds_version or next((o.ds_version for o in self.optims), None),
-            groups=all_groups,
-            partitions=partitions,
-            frozen=frozen,
-            module=self._module(partitions),
-            saves_frozen=self.model.frozen_shapes is not None,
-            recorded_ties=self.model.shared_params or {},
-            confirmed_ties=self._confirmed_ties(all_groups, {**frozen, **partitions}),
-            odd_entries=self.model.odd_entries,
-            file_bytes={shard.name: shard.num_bytes for shard in self.folder.shards},
-            notes=tuple(self.notes),
-        )
-
-    def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
-        if self.stage == 3 and self.model.zenflow:
-            raise UnsupportedLayoutError(
-                f"{self.folder.path}: was trained with ZenFlow under ZeRO-3, where nothing in the "
-                "files tells whether matrices lie transposed; this version does not read those"
-            )
-        if self.stage == 3:
-            return zero3.build(self.model, self.optims, self.problems)
-        if self.optims:
-            return zero12.build(self.model, self.optims, self.problems)
-        return (), self._stage0()
-
-    def _stage0(self) -> dict[str, Source]:
-        if self.model.param_shapes is not None or (self.model.zero_stage or 0) > 0:
-            name = "zero_pp_rank_*_mp_rank_00_optim_states.pt"
-            raise CheckpointError(
-                f"{self.folder.path / name}: all optimizer states are missing, and with them every "
-                f"fp32 master; {self.model.shard.name} says the run used ZeRO"
-            )
-        found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
-        module = self.model.module or {}
-        wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
-        if not self.model.optimizer and not wide:
-            self.notes.append("no fp32 masters were saved; the 16-bit weights are all there is")
-        return found
-
-    def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
-        spans, shapes = self.model.frozen or {}, self.model.frozen_shapes or {}
-        self._check_frozen(set(spans) ^ set(shapes))
-        if self.stage != 3:
-            return (), {
-                name: Source("frozen", span.shape, span.dtype, span=span)
-                for name, span in spans.items()
-            }
-        models = self._other_models()
-        return zero3.frozen(models, self.ranks, first_group, self.problems)
-
-    def _check_frozen(self, uneven: set[str]) -> None:
-        if uneven:
-            self.problems.add(
-                f"{self.model.shard.name}: {len(uneven)} frozen parameters have a shape without "
-                f"values or values without a shape, the first is {min(uneven)!r}"
-            )
-
-    def _other_models(self) -> dict[int, ModelState]:
-        """Read the other ranks' model states: their frozen slices, or only their step."""
-        models = {0: self.model}
-        others = [s for s in self.folder.of("model") if s.dp_rank and s.dp_rank < self.ranks]
-        has_frozen = any(math.prod(s) for s in (self.model.frozen_shapes or {}).values())
-        kind: Literal["model", "step"] = "model" if has_frozen else "step"
-        steps: dict[str, int | None] = {}
-        findings = self.run(self.folder, [Job(kind, shard) for shard in others])
-        for shard, finding in zip(others, findings, strict=True):
-            if isinstance(finding, CheckpointError):
-                self.problems.add(str(finding))
-            elif isinstance(finding, ModelState):
-                models[shard.dp_rank or 0] = finding
-                steps[shard.name] = finding.global_steps
-            elif not isinstance(finding, OptimState):
-                steps[shard.name] = finding
-        census.check_steps(self.folder, self.model, steps, self.problems)
-        self._note_missing({shard.dp_rank for shard in others}, has_frozen)
-        return models
-
-    def _note_missing(self, present: set[int | None], needed: bool) -> None:
-        for rank in sorted(set(range(1, self.ranks)) - present):
-            name = self.model.shard.name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
-            if needed:
-                self.problems.add(
-                    f"{self.folder.path / name}: is missing (rank {rank} of {self.ranks}); it "
-                    "holds that rank's slices of the frozen parameters"
-                )
-            else:
-                self.notes.append(f"{name} is missing; it holds nothing that is needed")
-
-    def _confirmed_ties(
-        self, groups: tuple[FlatGroup, ...], stored: Mapping[str, Source]
-    ) -> frozenset[tuple[str, str]]:
-        """Check by value the ties whose alias has a tensor of its own (it may be a clone)."""
-        if self.stage == 3:
-            return frozenset()
-        module, confirmed = self.model.module or {}, set()
-        prints = Fingerprints(self.folder.path, groups)
-        for alias, name in {*(self.model.shared_params or {}).items(), *self.claims}:
-            entry, held = module.get(alias), module.get(name)
-            if entry is None or alias in stored or _same_view(entry, held):
-                continue
-            own = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
-            source = stored.get(name)
-            if source is None and held is not None:
-                source = Source("module", held.span.shape, held.span.dtype, span=held.span)
-            if source is None or source.shape != own.shape:
-                continue
-            with contextlib.suppress(CheckpointError):  # a shard that is not seen here
-                if prints.of(source, own.dtype) == prints.of(own, own.dtype):
-                    confirmed.add((alias, name))
-        prints.close()
-        return frozenset(confirmed)
-
-    def _module(self, partitions: Mapping[str, Source]) -> dict[str, ModuleKey]:
-        module = self.model.module or {}
-        buffers = self.model.buffer_names or frozenset()
-        # Releases before 0.6 keep the shapes in the optimizer states.
-        old = self.model.param_shapes is None
-        is_placeholder = _placeholder_test(self.stage, module, partitions, old)
-        partitioned = {*partitions, *(self.model.frozen_shapes or ())} if self.stage == 3 else set()
-        keys = {}
-        for name, entry in module.items():
-            is_buffer = name in buffers
-            own = is_buffer or not (name in partitioned or is_placeholder(name, entry))
-            source = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
-            identity = (
-                entry.ref.storage.key,
-                entry.ref.offset_numel,
-                entry.ref.shape,
-                entry.ref.stride,
-                entry.ref.dtype.name,
-            )
-            keys[name] = ModuleKey(entry.ref.shape, identity, source if own else None, is_buffer)
-        return keys
-
-
-def _same_view(one: ModuleEntry, other: ModuleEntry | None) -> bool:
-    """Whether two entries are one tensor already, by storage record; no value need be read."""
-    return other is not None and (
-        (one.ref.storage.key, one.ref.offset_numel, one.ref.shape, one.ref.stride)
-        == (other.ref.storage.key, other.ref.offset_numel, other.ref.shape, other.ref.stride)
-    )
-
-
-def _stage(model: ModelState, optims: Sequence[OptimState]) -> int:
-    """Tell the stage; the configuration knows 1 from 2 where old files all say 2."""
-    if not optims:
-        return 0
-    if optims[0].striped:
-        return 3
-    return model.zero_stage if model.zero_stage in (1, 2) else optims[0].zero_stage or 1
-
-
-def _placeholder_test(
-    stage: int, module: Mapping[str, ModuleEntry], partitions: Mapping[str, Source], old: bool
-) -> Callable[[str, ModuleEntry], bool]:
-    """Say how a ZeRO-3 placeholder looks in this file: shape [0], or [1] before DeepSpeed 0.6.
-
-    A file whose partitioned parameters of more than one element show up as [1] is of the old
-    kind, and no [1] in it can be taken for data.
-    """
-    if stage != 3:
-        return lambda _name, _entry: False
-    old = old or any(
-        source.shape != (1,) and module[name].ref.shape == (1,)
-        for name, source in partitions.items()
-        if name in module
-    )
-    shapes = {(0,), (1,)} if old else {(0,)}
-
-    def is_placeholder(name: str, entry: ModuleEntry) -> bool:
-        # An empty tensor that is no parameter: quantized parameters are in the frozen section.
-        other = name.endswith("_extra_state") or not entry.ref.dtype.is_floating
-        return entry.ref.shape in shapes and not other
-
-    return is_placeholder
+    damaged = {s.dp_rank or 0 for s, error in found.items() if isinstance(error, CheckpointError)}
+    ordered = census.order_by_rank(mine, states, problems, damaged) if states else []
+    return _Part(mine, model, ordered)

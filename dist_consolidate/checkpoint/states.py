@@ -54,6 +54,7 @@ class ModelState:
         dp_world_size: Data-parallel world size (sequence ranks included).
         mp_world_size: Model-parallel world size.
         ds_version: The DeepSpeed release that wrote it.
+        parallel_degrees: Pipeline stages and tensor-parallel ranks, where recorded.
     """
 
     shard: ShardFile
@@ -72,6 +73,22 @@ class ModelState:
     dp_world_size: int | None
     mp_world_size: int | None
     ds_version: str | None
+    parallel_degrees: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorsState:
+    """A bare state dict: one expert, or one pipeline layer.
+
+    Attributes:
+        shard: The file.
+        entries: Its tensors.
+        odd_entries: Keys that are no tensors, with what they are.
+    """
+
+    shard: ShardFile
+    entries: dict[str, ModuleEntry]
+    odd_entries: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,7 +309,32 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         dp_world_size=_integer(tree.get("dp_world_size")),
         mp_world_size=_integer(tree.get("mp_world_size")),
         ds_version=_text(tree.get("ds_version")),
+        parallel_degrees=_degrees(tree.get("checkpoint_parallel_dimensions")),
     )
+
+
+def read_tensors(folder: Path, shard: ShardFile) -> TensorsState:
+    """Read the metadata of a bare state dict.
+
+    Args:
+        folder: The tag folder.
+        shard: The file.
+
+    Returns:
+        Its typed view; no weight has been read.
+
+    Raises:
+        CheckpointError: If the file is damaged or holds something else.
+    """
+    archive = Archive(folder / shard.name)
+    entries, odd = _module(archive, _state_of(archive))
+    return TensorsState(shard, entries or {}, odd)
+
+
+def _degrees(value: Any) -> tuple[int, int] | None:  # noqa: ANN401
+    value = _as_mapping(value) or {}
+    pair = (_integer(value.get("pp_degree")), _integer(value.get("tp_degree")))
+    return (pair[0], pair[1]) if pair[0] and pair[1] else None
 
 
 def _module(

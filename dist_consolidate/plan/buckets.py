@@ -23,9 +23,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from dist_consolidate.checkpoint.extents import Extent, TensorSpan
-from dist_consolidate.checkpoint.fragments import Read, part_starts_bytes, span_read
-from dist_consolidate.checkpoint.model import FlatGroup
+from dist_consolidate.checkpoint.extents import Extent
+from dist_consolidate.checkpoint.fragments import Fragments, Read, part_starts_bytes
+from dist_consolidate.checkpoint.model import FlatGroup, Source
 from dist_consolidate.plan.plan import Plan
 
 ALIGNMENT_BYTES = 16  # the widest element; every section begins at a multiple of it
@@ -85,11 +85,11 @@ class _Section:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Whole:
-    """A tensor that lies in one file, at its place in the space."""
+    """A tensor that lies in no flat group, or in several, at its place in the space."""
 
     base_bytes: int
     num_bytes: int
-    span: TensorSpan
+    source: Source
     tensor: int
 
 
@@ -181,16 +181,20 @@ class LanePhase(Phase):
 class SpacePhase(Phase):
     """Whole tensors that lie one after another; a bucket is cut into equal rows."""
 
-    def __init__(self, wholes: Sequence[_Whole], num_rows: int, row_bytes: int) -> None:
+    def __init__(
+        self, wholes: Sequence[_Whole], fragments: Fragments, num_rows: int, row_bytes: int
+    ) -> None:
         """Cut the space.
 
         Args:
             wholes: The tensors, by address.
+            fragments: Finds what to read of them.
             num_rows: Rows of a bucket.
             row_bytes: What one bucket holds of each row.
         """
-        self._wholes = list(wholes)
+        self._wholes, self._fragments = list(wholes), fragments
         self._bases = [whole.base_bytes for whole in self._wholes]
+        self._files = frozenset().union(*(fragments.files(w.source) for w in self._wholes))
         last = self._wholes[-1]
         total = last.base_bytes + last.num_bytes
         super().__init__(num_rows, -(-total // num_rows), row_bytes)
@@ -202,19 +206,21 @@ class SpacePhase(Phase):
     def reads(self, bucket: int, row: int) -> Iterator[Read]:
         """Give what to fetch for one row of a bucket (see :class:`Phase`)."""
         for whole, start, stop, at in self._overlapping(bucket, row):
-            yield span_read(whole.span, start, stop, at)
+            width = whole.source.dtype.itemsize_bytes
+            for read in self._fragments.reads(whole.source, start // width, stop // width):
+                yield dataclasses.replace(read, at_bytes=at + read.at_bytes)
 
     def pieces(self, bucket: int) -> Iterator[Piece]:
         """Give the pieces in a bucket (see :class:`Phase`)."""
         for row in range(self.num_rows):
             for whole, start, stop, at in self._overlapping(bucket, row):
-                width = whole.span.dtype.itemsize_bytes
+                width = whole.source.dtype.itemsize_bytes
                 count = (stop - start) // width
                 yield Piece(whole.tensor, row, 1, at, count, start // width, count)
 
     def row_files(self, row: int) -> frozenset[str]:
         """Name the shards of the space: any row may need any of them (see :class:`Phase`)."""
-        return frozenset(whole.span.file for whole in self._wholes)
+        return self._files
 
 
 def make_phases(plan: Plan, bucket_bytes: int, num_ranks: int) -> list[Phase]:
@@ -244,7 +250,10 @@ def make_phases(plan: Plan, bucket_bytes: int, num_ranks: int) -> list[Phase]:
     ]
     if wholes := _wholes(plan):
         rows = max((len(group.parts) for group in plan.groups), default=1)
-        phases.append(SpacePhase(wholes, rows, _share_bytes(bucket_bytes, rows, num_ranks)))
+        fragments = Fragments(plan.groups)
+        phases.append(
+            SpacePhase(wholes, fragments, rows, _share_bytes(bucket_bytes, rows, num_ranks))
+        )
     return [phase for phase in phases if phase.num_buckets]
 
 
@@ -268,10 +277,10 @@ def _members_by_group(plan: Plan) -> dict[int, list[_Member]]:
 def _wholes(plan: Plan) -> list[_Whole]:
     wholes, base = [], 0
     for index, tensor in enumerate(plan.tensors):
-        span, numel = tensor.source.span, tensor.source.num_numel
-        if span is not None and numel:
-            length = numel * span.dtype.itemsize_bytes
-            wholes.append(_Whole(base, length, span, index))
+        source, numel = tensor.source, tensor.source.num_numel
+        if source.slot is None and numel:
+            length = numel * source.dtype.itemsize_bytes
+            wholes.append(_Whole(base, length, source, index))
             base += _aligned(length)
     return wholes
 

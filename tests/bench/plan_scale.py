@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
+from dist_consolidate.checkpoint.jobs import Finding, Job
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
-from dist_consolidate.checkpoint.reader import Finding, Job, read_checkpoint
+from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState, Shapes
 from dist_consolidate.checkpoint.unpickle import StorageRef, TensorRef
 from dist_consolidate.dtypes import BFLOAT16, FLOAT32

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.fragments import Read, fragments
-from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
+from dist_consolidate.checkpoint.model import Block, FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.shards import ShardReader, boxes
 from dist_consolidate.dtypes import BY_NAME, DType
 from dist_consolidate.errors import CheckpointError
@@ -41,6 +41,7 @@ class World:
         self.groups: list[FlatGroup] = []
         self.sources: list[Source] = []
         self.truth: list[bytes] = []
+        self.held: list[Source] = []  # what tensors that were put together are made of
 
     def junk(self, num_bytes: int) -> bytes:
         """Random bytes: padding, and what else is in a file."""
@@ -115,6 +116,26 @@ class World:
         place = TensorSpan(file, self.append(file, storage), dtype, shape, stride)
         self.add(Source("module", shape, dtype, span=place), data)
 
+    def join(self, count: int, dim: int) -> None:
+        """Make one tensor of the last few, one behind the other along a dimension."""
+        parts, data = self.sources[-count:], self.truth[-count:]
+        del self.sources[-count:], self.truth[-count:]
+        self.held += parts
+        element = np.dtype((np.void, parts[0].dtype.itemsize_bytes))
+        arrays = [
+            np.frombuffer(text, element).reshape(part.shape)
+            for part, text in zip(parts, data, strict=True)
+        ]
+        whole = np.concatenate(arrays, axis=dim)
+        inner, blocks, at = math.prod(whole.shape[dim + 1 :]), [], 0
+        for part in parts:
+            run = part.shape[dim] * inner
+            outer = math.prod(whole.shape[:dim])
+            blocks.append(Block(part, outer, run, 0, run, at, whole.shape[dim] * inner))
+            at += run
+        source = Source(parts[0].origin, whole.shape, parts[0].dtype, blocks=tuple(blocks))
+        self.add(source, whole.tobytes())
+
     def plan(self) -> Plan:
         tensors = tuple(
             PlannedTensor(f"t{index}", source, source.dtype, ())
@@ -124,9 +145,10 @@ class World:
 
     def useful_bytes(self) -> int:
         """What a frugal reader fetches: no gap behind the last tensor of a group."""
-        total = sum(len(d) for s, d in zip(self.sources, self.truth, strict=True) if s.span)
+        simple = [*self.held, *self.sources]
+        total = sum(s.num_numel * s.dtype.itemsize_bytes for s in simple if s.span)
         for index, group in enumerate(self.groups):
-            slots = [(s, s.slot) for s in self.sources if s.slot and s.slot.group == index]
+            slots = [(s, s.slot) for s in simple if s.slot and s.slot.group == index]
             ends = [
                 slot.offset_numel + (slot.part_numel if group.striped else source.num_numel)
                 for source, slot in slots
@@ -178,7 +200,25 @@ def worlds(draw: st.DrawFn, *, flat: bool = True, spans: bool = True) -> World:
             world.add_linear(dtype, draw(st.lists(item, min_size=1, max_size=6)), files)
     for _ in range(draw(st.integers(0, 4)) if spans else 0):
         add_any_span(draw, world)
+    if flat and spans and draw(st.booleans()):
+        add_any_joined(draw, world, [f"f{n}" for n in range(num_parts)])
     return world
+
+
+def add_any_joined(draw: st.DrawFn, world: World, files: list[str]) -> None:
+    """A tensor of which every part lies in a group of its own, or in a file of its own."""
+    dtype, dim = draw(st.sampled_from(FLAT_DTYPES)), draw(st.integers(0, 2))
+    shape, sizes = [draw(st.integers(0, 4)) for _ in range(3)], draw(st.lists(st.integers(0, 3)))
+    for size in (sizes := sizes[:4] or [1]):
+        part = (*shape[:dim], size, *shape[dim + 1 :])
+        kind = draw(st.sampled_from(("striped", "linear", "span")))
+        if kind == "striped":
+            world.add_striped(dtype, [part], files)
+        elif kind == "linear":
+            world.add_linear(dtype, [(part, draw(st.integers(0, 3)))], files)
+        else:
+            world.add_span(dtype, part, contiguous_stride(part), files[0])
+    world.join(len(sizes), dim)
 
 
 def add_any_span(draw: st.DrawFn, world: World) -> None:
@@ -228,7 +268,8 @@ class Ledger:
         if read.extent is not None:
             extent = read.extent
             bounds = [part for group in self.world.groups for part in group.parts]
-            bounds += [s.span.extent() for s in self.world.sources if s.span and is_plain(s.span)]
+            simple = (*self.world.held, *self.world.sources)
+            bounds += [s.span.extent() for s in simple if s.span and is_plain(s.span)]
             assert any(is_inside(extent, bound) for bound in bounds)
             self.touched[extent.file][extent.offset_bytes :][: extent.num_bytes] += 1
         elif read.span is not None:

@@ -272,13 +272,15 @@ def test_sequence_parallel_names_are_accepted(tmp_path, stage, params):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_tensor_parallel_sizes_are_refused(tmp_path, stage):
-    make(tmp_path, stage, client_state={"mp_world_size": 2})
+    degrees = {"pp_degree": 1, "tp_degree": 2}
+    make(tmp_path, stage, client_state={"checkpoint_parallel_dimensions": degrees})
     message = refusal(tmp_path, UnsupportedLayoutError)
     assert "tensor-parallel checkpoint (model-parallel size 2)" in message
 
 
 def test_tensor_parallel_names_without_a_size_are_refused(tmp_path):
-    folder = make(tmp_path, 2, client_state={"mp_world_size": None}).tag_dir
+    client_state = {"mp_world_size": None, "checkpoint_parallel_dimensions": None}
+    folder = make(tmp_path, 2, client_state=client_state).tag_dir
     with_mp_rank_1(folder)
     assert "tensor-parallel" in refusal(tmp_path, UnsupportedLayoutError)
 

@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.layout import find_tag
-from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
+from dist_consolidate.checkpoint.model import (
+    Block,
+    Checkpoint,
+    FlatGroup,
+    FlatSlot,
+    ModuleKey,
+    Source,
+)
 from dist_consolidate.checkpoint.reader import read_checkpoint
-from dist_consolidate.dtypes import BY_NAME, FLOAT32, DType
+from dist_consolidate.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType
 from dist_consolidate.errors import CheckpointError
 from dist_consolidate.plan.plan import Plan, make_plan, output_dtype
 from dist_consolidate.plan.resolve import Resolution, Resolved, resolve
@@ -406,3 +413,53 @@ def test_a_shape_that_the_module_contradicts():
     message = "a: `module` holds shape [3, 2], but the recorded shape is [2, 3]"
     assert problems(checkpoint, {"a": slot((2, 3), 0)}) == [message]
     assert plan({"a": slot((3, 2), 0)}, checkpoint=checkpoint).num_bytes == 24
+
+
+def columns(*parts: tuple[Source, int, int], rows: int, width: int) -> Source:
+    """A matrix of which each part fills some columns: the part, its first column, how many."""
+    blocks = [Block(part, rows, num, 0, num, first, width) for part, first, num in parts]
+    return Source("fp32 partition", (rows, width), FLOAT32, blocks=tuple(blocks))
+
+
+def test_parts_that_make_a_whole():
+    left, right = slot((4, 2), 0), slot((4, 3), 8)
+    matrix = columns((left, 0, 2), (right, 2, 3), rows=4, width=5)
+    made = plan({"a": matrix, "b": slot((1,), 20)}, checkpoint=with_groups(group(21)))
+    assert made.tensors[0].source == matrix
+    rows = [Block(left, 1, 4, 4, 0, 0, 0), Block(left, 1, 4, 0, 0, 4, 0)]
+    turned = Source("fp32 partition", (4, 2), FLOAT32, blocks=tuple(rows))
+    assert plan({"a": turned}, checkpoint=with_groups(group(8))).num_bytes == 32
+    uneven = [
+        Block(left, 2, 1, 0, 1, 0, 3),
+        Block(left, 1, 2, 2, 0, 1, 0),
+        Block(left, 4, 1, 4, 1, 4, 1),
+    ]
+    mixed = Source("fp32 partition", (8,), FLOAT32, blocks=tuple(uneven))
+    assert plan({"a": mixed}, checkpoint=with_groups(group(8))).num_bytes == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"to_numel": 3}, "elements 2 to 3 are left empty"),
+        ({"to_numel": 1}, "elements 1 to 2 are filled twice"),
+        ({"num_runs": 3}, "its parts fill 17 of 20 elements"),
+        ({"run_numel": 2, "to_numel": 2}, "elements 4 to 5 are left empty"),
+        ({"from_numel": 1}, "a part of it reaches beyond the values it is taken from"),
+        ({"from_numel": -1}, "a part of it reaches beyond the values it is taken from"),
+    ],
+)
+def test_parts_that_do_not(change, words):
+    left, right = slot((4, 2), 0), slot((4, 3), 8)
+    matrix = columns((left, 0, 2), (right, 2, 3), rows=4, width=5)
+    blocks = (matrix.blocks[0], dataclasses.replace(matrix.blocks[1], **change))
+    broken = dataclasses.replace(matrix, blocks=blocks)
+    assert f"a: {words}" in problems(with_groups(group(20)), {"a": broken})
+
+
+def test_parts_of_another_type_or_beyond_their_group():
+    half = dataclasses.replace(slot((4, 3), 8), dtype=BFLOAT16)
+    matrix = columns((slot((4, 2), 0), 0, 2), (half, 2, 3), rows=4, width=5)
+    found = problems(with_groups(group(19)), {"a": matrix})
+    assert "a: is float32, but a part of it bfloat16" in found
+    assert "a: ends at element 20 of param group 0, but only 19 are there" in found
