@@ -93,6 +93,11 @@ class ZipRecords:
                 f"{self.path}: was written on a big-endian machine, which is not supported"
             )
 
+    @property
+    def saved_as(self) -> str:
+        """The file's name without its ending when torch.save was given a path; else "archive"."""
+        return self._root.rstrip("/")
+
     def record(self, name: str) -> zipfile.ZipInfo:
         """Give the directory entry of a record, which must be there and be stored as it is."""
         entry = self._records.get(self._root + name)

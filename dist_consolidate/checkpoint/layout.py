@@ -68,6 +68,11 @@ class ShardFile:
     layer: int | None = None
     expert: int | None = None
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it is, however its name is written."""
+        return (self.role, self.dp_rank or 0, self.mp_rank, self.layer, self.expert)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TagFolder:

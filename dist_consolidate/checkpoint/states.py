@@ -13,7 +13,7 @@ from typing import Any
 
 from dist_consolidate.checkpoint.archive import Archive
 from dist_consolidate.checkpoint.extents import TensorSpan
-from dist_consolidate.checkpoint.layout import ShardFile
+from dist_consolidate.checkpoint.layout import ShardFile, parse_name
 from dist_consolidate.checkpoint.unpickle import ODD_TENSOR, Inert, TensorRef
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 
@@ -178,6 +178,21 @@ def _spans(archive: Archive, value: Any, what: str) -> Iterator[TensorSpan]:  # 
         yield archive.span(tensor)
 
 
+def _open(folder: Path, shard: ShardFile) -> Archive:
+    """Open a shard, which must be what its name says: the zip remembers the name it was saved as.
+
+    A file saved through a stream remembers no name.
+    """
+    archive = Archive(folder / shard.name)
+    saved = parse_name(f"{archive.saved_as}.pt")
+    if saved is not None and saved.identity != shard.identity:
+        raise CheckpointError(
+            f"{archive.path}: was saved as {saved.name}; it was renamed, or copied over the right "
+            "file: put each file back under the name it was saved as"
+        )
+    return archive
+
+
 def _state_of(archive: Archive) -> Mapping[str, Any]:
     if not isinstance(archive.tree, Mapping):
         kind = type(archive.tree).__name__
@@ -198,7 +213,7 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
     Raises:
         CheckpointError: If the file is damaged or is no ZeRO optimizer state.
     """
-    archive = Archive(folder / shard.name)
+    archive = _open(folder, shard)
     tree = _state_of(archive)
     state = _as_mapping(tree.get("optimizer_state_dict"))
     if state is None:
@@ -278,7 +293,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
     Raises:
         CheckpointError: If the file is damaged or is no model state.
     """
-    archive = Archive(folder / shard.name)
+    archive = _open(folder, shard)
     tree = _state_of(archive)
     if "module" not in tree:
         raise _wrong(archive.path, "has no `module`")
@@ -326,7 +341,7 @@ def read_tensors(folder: Path, shard: ShardFile) -> TensorsState:
     Raises:
         CheckpointError: If the file is damaged or holds something else.
     """
-    archive = Archive(folder / shard.name)
+    archive = _open(folder, shard)
     entries, odd = _module(archive, _state_of(archive))
     return TensorsState(shard, entries or {}, odd)
 

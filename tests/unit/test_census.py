@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_consolidate.checkpoint.layout import find_tag
 from dist_consolidate.checkpoint.model import Checkpoint
@@ -250,10 +251,11 @@ def test_kinds_that_names_give_away(tmp_path, name, words):
 def with_mp_rank_1(folder: Path) -> None:
     """Give rank 1's files the names that sequence parallelism gave them."""
     for path in list(folder.iterdir()):
-        if path.name.startswith("mp_rank_00"):
-            shutil.copy(path, folder / path.name.replace("mp_rank_00", "mp_rank_01"))
-        elif path.name.startswith("zero_pp_rank_1_"):
-            path.rename(folder / path.name.replace("mp_rank_00", "mp_rank_01"))
+        target = folder / path.name.replace("mp_rank_00", "mp_rank_01")
+        if path.name.startswith(("mp_rank_00", "zero_pp_rank_1_")):
+            torch.save(torch.load(path, weights_only=False), target)
+        if path.name.startswith("zero_pp_rank_1_"):
+            path.unlink()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -318,3 +320,29 @@ def test_model_states_left_over_from_another_stage(tmp_path):
     for rank in (0, 1):
         shutil.copy(stale / model(rank), folder)
     assert model(0) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "source", "target"),
+    [
+        (2, optim(1), optim(0)),
+        (3, optim(0), optim(1)),
+        (3, model(1), model(0)),
+        (1, optim(0), "mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_file_copied_over_another_is_refused(tmp_path, stage, source, target):
+    folder = make(tmp_path, stage, 2).tag_dir
+    shutil.copy(folder / source, folder / target)
+    message = refusal(tmp_path)
+    assert f"{folder / target}: was saved as {source}; " in message
+    assert "put each file back" in message
+
+
+def test_a_file_saved_through_a_stream_says_no_name(tmp_path):
+    folder = make(tmp_path, 2, 2).tag_dir
+    before = read(tmp_path)
+    state = torch.load(folder / optim(1), weights_only=False)
+    with (folder / optim(1)).open("wb") as stream:
+        torch.save(state, stream)
+    assert read(tmp_path).partitions == before.partitions
