@@ -29,6 +29,7 @@ def consolidate(
     tie: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     exclude_frozen: bool = False,
+    trust_masters: bool = False,
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -55,6 +56,8 @@ def consolidate(
         tie: Further ties, each ``"NAME=SOURCE"``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
+        trust_masters: Take fp32 masters although the 16-bit weights in the model states hold
+            other values.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -80,6 +83,7 @@ def consolidate(
             "tie": tie,
             "allow_missing": allow_missing,
             "exclude_frozen": exclude_frozen,
+            "trust_masters": trust_masters,
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,
@@ -132,12 +136,15 @@ def run(
             raise
 
 
-def open_checkpoint(ckpt_dir: StrPath, tag: str | None = None) -> LazyCheckpoint:
+def open_checkpoint(
+    ckpt_dir: StrPath, tag: str | None = None, *, trust_masters: bool = False
+) -> LazyCheckpoint:
     """Open a ZeRO checkpoint without reading a weight.
 
     Args:
         ckpt_dir: The folder DeepSpeed saved into, or a tag folder inside it.
         tag: Tag to read; by default what ``latest`` names, else the newest step.
+        trust_masters: As :func:`consolidate`.
 
     Returns:
         A mapping of the model's keys to lazy tensors. Keys without data are not in it but in its
@@ -148,4 +155,4 @@ def open_checkpoint(ckpt_dir: StrPath, tag: str | None = None) -> LazyCheckpoint
     """
     from dist_consolidate.lazy import open_lazily
 
-    return open_lazily(Path(ckpt_dir), tag)
+    return open_lazily(Path(ckpt_dir), tag, trust_masters=trust_masters)

@@ -80,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         help="leave frozen parameters out",
     )
     add(
+        "--trust-masters",
+        action="store_true",
+        help="take the fp32 masters although the 16-bit weights hold other values",
+    )
+    add(
         "--transport",
         choices=CHOICES["transport"],
         help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "

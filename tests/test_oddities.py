@@ -719,7 +719,7 @@ def test_values_beyond_fp16_are_told(tmp_path: Path, stage: int) -> None:
 
     if stage:
         edit_all(optims(truth), change)
-    else:
+    if stage < 3:
         edit_all(models(truth), lambda s: [s["module"][n].copy_(v) for n, v in values.items()])
     want = {n: values["big" if n == "alias" else n] for n in ("big", "fits", "alias")}
     report = assert_exact(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, stage0, zero3, zero12
+from dist_consolidate.checkpoint import census, stage0, witness, zero3, zero12
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
@@ -26,6 +26,8 @@ class Assembly:
         optims: Sequence[OptimState],
         run: Runner,
         claims: Sequence[tuple[str, str]],
+        *,
+        trust_masters: bool,
     ) -> None:
         """Set up.
 
@@ -35,9 +37,10 @@ class Assembly:
             optims: Its optimizer states, in rank order.
             run: Reads files.
             claims: Ties the user claims, as pairs of alias and source.
+            trust_masters: Take fp32 masters although ``module`` holds other values.
         """
         self.folder, self.model, self.optims, self.run = folder, model, optims, run
-        self.claims = claims
+        self.claims, self.trust_masters = claims, trust_masters
         self.problems = Problems()
         self.notes: list[str] = []
         self.stage = _stage(model, optims)
@@ -57,6 +60,8 @@ class Assembly:
         more_groups, frozen = self._frozen(len(groups))
         self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
         all_groups = (*groups, *more_groups)
+        if self.stage in (1, 2):
+            self._hear_witness(groups, partitions)
         return Checkpoint(
             tag=self.folder.tag,
             chosen=self.folder.chosen,
@@ -101,6 +106,27 @@ class Assembly:
         if not self.model.optimizer and not wide:
             self.notes.append("no fp32 masters were saved; the 16-bit weights are all there is")
         return found
+
+    def _hear_witness(
+        self, groups: tuple[FlatGroup, ...], partitions: Mapping[str, Source]
+    ) -> None:
+        """Compare a few masters with the weights that training rounded from them."""
+        found = witness.compare(self.folder.path, groups, partitions, self.model.module or {})
+        if not found.differing:
+            return
+        what = (
+            f"{len(found.differing)} of {found.num_compared} fp32 masters that were looked at hold "
+            f"other values than `module` of {self.model.shard.name}, the first is "
+            f"{found.differing[0]!r}"
+        )
+        if self.trust_masters:
+            self.notes.append(f"{what}; the masters were taken (--trust-masters)")
+            return
+        raise CheckpointError(
+            f"{self.folder.path}: {what}. The files are of different saves, the layout is not what "
+            "is recorded, or the weights were changed after the last step (an average, a "
+            "quantization); if so, and the masters are what you want, pass --trust-masters"
+        )
 
     def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
         spans, shapes = self.model.frozen or {}, self.model.frozen_shapes or {}

@@ -32,6 +32,7 @@ def test_defaults():
         "tie": (),
         "allow_missing": (),
         "exclude_frozen": False,
+        "trust_masters": False,
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -65,7 +66,7 @@ def test_choices_of_a_wrong_type(name, value):
     assert refusal(**{name: value}).startswith(f"--{name} ")
 
 
-@pytest.mark.parametrize("name", ["exclude_frozen", "overwrite"])
+@pytest.mark.parametrize("name", ["exclude_frozen", "trust_masters", "overwrite"])
 def test_switches(name):
     assert getattr(make_options({name: True}), name) is True
     flag = "--" + name.replace("_", "-")
@@ -204,6 +205,7 @@ ties = "alias"
 tie = ["head=emb", "a=b"]
 allow-missing = ["x.*"]
 exclude_frozen = true
+trust_masters = true
 transport = "direct"
 writers = 2
 bucket_size = 1000000
@@ -220,6 +222,7 @@ dry_run = true
     assert options.tie_pairs == (("head", "emb"), ("a", "b"))
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
+    assert options.trust_masters is True
     assert options.io == "buffered"
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")
 
