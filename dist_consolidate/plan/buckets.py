@@ -248,12 +248,12 @@ def make_phases(plan: Plan, bucket_bytes: int, num_ranks: int) -> list[Phase]:
         )
         for files, chosen in lane_sets.items()
     ]
-    if wholes := _wholes(plan):
-        rows = max((len(group.parts) for group in plan.groups), default=1)
-        fragments = Fragments(plan.groups)
-        phases.append(
-            SpacePhase(wholes, fragments, rows, _share_bytes(bucket_bytes, rows, num_ranks))
-        )
+    # Where ranks see different shards, what lies in one file must not wait for what lies in many.
+    rows = max((len(group.parts) for group in plan.groups), default=1)
+    share, fragments = _share_bytes(bucket_bytes, rows, num_ranks), Fragments(plan.groups)
+    for in_blocks in (False, True):
+        if wholes := _wholes(plan, in_blocks=in_blocks):
+            phases.append(SpacePhase(wholes, fragments, rows, share))
     return [phase for phase in phases if phase.num_buckets]
 
 
@@ -274,11 +274,11 @@ def _members_by_group(plan: Plan) -> dict[int, list[_Member]]:
     return members
 
 
-def _wholes(plan: Plan) -> list[_Whole]:
+def _wholes(plan: Plan, *, in_blocks: bool) -> list[_Whole]:
     wholes, base = [], 0
     for index, tensor in enumerate(plan.tensors):
         source, numel = tensor.source, tensor.source.num_numel
-        if source.slot is None and numel:
+        if source.slot is None and numel and bool(source.blocks) == in_blocks:
             length = numel * source.dtype.itemsize_bytes
             wholes.append(_Whole(base, length, source, index))
             base += _aligned(length)
