@@ -29,6 +29,8 @@ def consolidate(
     tie: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     exclude_frozen: bool = False,
+    strip_prefix: Sequence[str] = (),
+    rename: Sequence[str] = (),
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -55,6 +57,10 @@ def consolidate(
         tie: Further ties, each ``"NAME=SOURCE"``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
+        strip_prefix: Prefixes to take off the names that begin with them, one after another.
+        rename: Changes of names for :func:`re.sub`, each ``"REGEX=REPL"`` (the last ``=`` parts
+            them), applied in order after ``strip_prefix``. ``tie`` and ``allow_missing`` speak of
+            names in the checkpoint.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -80,6 +86,8 @@ def consolidate(
             "tie": tie,
             "allow_missing": allow_missing,
             "exclude_frozen": exclude_frozen,
+            "strip_prefix": strip_prefix,
+            "rename": rename,
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,

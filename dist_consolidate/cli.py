@@ -80,6 +80,19 @@ def _parser() -> argparse.ArgumentParser:
         help="leave frozen parameters out",
     )
     add(
+        "--strip-prefix",
+        metavar="PREFIX",
+        action="append",
+        help="take this off the names that begin with it (repeatable)",
+    )
+    add(
+        "--rename",
+        metavar="REGEX=REPL",
+        action="append",
+        help="change names as Python's re.sub does, after --strip-prefix; the last = parts the "
+        "two (repeatable)",
+    )
+    add(
         "--transport",
         choices=CHOICES["transport"],
         help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "

@@ -28,6 +28,12 @@ from dist_consolidate.report import RankReport, Report, peak_memory_bytes
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
 
+# The options that shape the result.
+_SHAPING = (
+    "format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen", "strip_prefix",
+    "rename",
+)  # fmt: skip
+
 
 def run_consolidation(
     checkpoint_dir: Path, output_dir: Path | None, options: Options, world: World
@@ -182,8 +188,7 @@ class _Run:
         return [text] if names else []
 
     def _manifest(self, notes: Sequence[str]) -> bytes:
-        shaping = ("format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen")
-        chosen = {name: getattr(self.options, name) for name in shaping}
+        chosen = {name: getattr(self.options, name) for name in _SHAPING}
         facts = {k: v for k, v in self.planned.facts.items() if k != "tag_chosen"}
         return manifest_json(
             version=__version__,
@@ -191,9 +196,13 @@ class _Run:
             options={**chosen, "ties": self.options.tie_policy},
             plan_digest=self.plan.digest,
             tensors=self._tensor_facts(),
-            left_out=self.plan.left_out,
+            left_out={name: self._why_left_out(name) for name in self.plan.left_out},
             notes=notes,
         )
+
+    def _why_left_out(self, name: str) -> str:
+        reason, old = self.plan.left_out[name], self.plan.renamed.get(name)
+        return reason if old is None else f"{reason} (in the checkpoint: {old})"
 
     def _tensor_facts(self) -> dict[str, dict[str, object]]:
         facts: dict[str, dict[str, object]] = {}
@@ -210,6 +219,9 @@ class _Run:
             tied = {"tied_to": tie.holder, "tie_found": tie.found}
             file = files.get(alias, facts[tie.holder]["file"])
             facts[alias] = {**facts[tie.holder], "file": file, **tied}
+        for name, old in self.plan.renamed.items():
+            if name in facts:
+                facts[name]["name_in_checkpoint"] = old
         return facts
 
     def _written_names(self) -> dict[str, str]:

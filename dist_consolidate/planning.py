@@ -18,6 +18,7 @@ from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
+from dist_consolidate.plan.names import output_names
 from dist_consolidate.plan.plan import Plan, make_plan
 from dist_consolidate.plan.resolve import resolve
 from dist_consolidate.runtime.control import Control, describe, exit_code, explained
@@ -62,6 +63,7 @@ def plan_here(checkpoint: Checkpoint, options: Options) -> Plan:
         ties=options.tie_policy,
         max_shard_bytes=options.max_shard_bytes,
         file_names=lambda count: shard_file_names(options.format, count),
+        names=output_names(resolution, options.strip_prefix, options.rename_pairs),
     )
 
 

@@ -14,6 +14,7 @@ from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, Source
 from dist_consolidate.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from dist_consolidate.errors import CheckpointError
 from dist_consolidate.plan.coverage import check_coverage
+from dist_consolidate.plan.names import Names, renamed
 from dist_consolidate.plan.outputs import OutputFile, StoredTensor
 from dist_consolidate.plan.resolve import Resolution, Resolved
 from dist_consolidate.plan.ties import Tie
@@ -52,7 +53,8 @@ class Plan:
         ties: Ties in force.
         left_out: Keys that are not written, with reasons.
         notes: What the report must say.
-        digest: SHA-256 over all of the above, hexadecimal.
+        digest: SHA-256 over files, tensors, groups and changed names, hexadecimal.
+        renamed: Name in the output to name in the checkpoint, where they differ.
     """
 
     files: tuple[OutputFile, ...]
@@ -62,6 +64,7 @@ class Plan:
     left_out: dict[str, str]
     notes: tuple[str, ...]
     digest: str
+    renamed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +85,7 @@ def make_plan(
     ties: str,
     max_shard_bytes: int | None,
     file_names: FileNames,
+    names: Names | None = None,
 ) -> Plan:
     """Lay out the result.
 
@@ -94,6 +98,7 @@ def make_plan(
         max_shard_bytes: Upper bound of a file's tensor bytes (one larger tensor gets a file of
             its own), or ``None`` for a single file.
         file_names: Gives the names of that many files.
+        names: The output's names; by default the checkpoint's.
 
     Returns:
         The plan.
@@ -105,6 +110,8 @@ def make_plan(
     if not resolution.tensors:
         raise CheckpointError(f"{checkpoint.tag}: nothing is left to write")
     check_coverage(checkpoint, resolution)
+    names = names or Names({})
+    resolution = renamed(resolution, names)
     # Wide elements first, as readers that map a file expect; within a width the flat order stays.
     holders = sorted(
         resolution.tensors, key=lambda t: -output_dtype(t.source, dtype).itemsize_bytes
@@ -127,10 +134,12 @@ def make_plan(
         OutputFile(name, tuple(shard), _dropped_here(shard, dropped))
         for name, shard in zip(file_names(len(shards)), shards, strict=True)
     )
-    digest = _digest(files, tensors, checkpoint.groups)
+    old_names = {new: old for old, new in names.new.items()}
+    digest = _digest(files, tensors, checkpoint.groups, list(old_names.items()))
+    notes = (*resolution.notes, *names.notes)
     return Plan(
-        files, tensors, checkpoint.groups, resolution.ties, resolution.left_out,
-        resolution.notes, digest,
+        files, tensors, checkpoint.groups, resolution.ties, resolution.left_out, notes, digest,
+        old_names,
     )  # fmt: skip
 
 
@@ -163,11 +172,9 @@ def _dropped_here(
     return tuple((alias, holder) for alias, holder in dropped.items() if holder in here)
 
 
-def _digest(
-    files: Sequence[OutputFile], tensors: Sequence[PlannedTensor], groups: Sequence[FlatGroup]
-) -> str:
+def _digest(*parts: Sequence[object]) -> str:
     state = hashlib.sha256()
-    for part in (files, tensors, groups):
+    for part in parts:
         for item in part:
             state.update(repr(item).encode())
             state.update(b"\n")

@@ -32,6 +32,8 @@ def test_defaults():
         "tie": (),
         "allow_missing": (),
         "exclude_frozen": False,
+        "strip_prefix": (),
+        "rename": (),
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -204,6 +206,8 @@ ties = "alias"
 tie = ["head=emb", "a=b"]
 allow-missing = ["x.*"]
 exclude_frozen = true
+strip-prefix = ["module."]
+rename = ["a=b"]
 transport = "direct"
 writers = 2
 bucket_size = 1000000
