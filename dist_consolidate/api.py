@@ -31,6 +31,7 @@ def consolidate(
     exclude_frozen: bool = False,
     strip_prefix: Sequence[str] = (),
     rename: Sequence[str] = (),
+    include: Sequence[str] = (),
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -61,6 +62,8 @@ def consolidate(
         rename: Changes of names for :func:`re.sub`, each ``"REGEX=REPL"`` (the last ``=`` parts
             them), applied in order after ``strip_prefix``. ``tie`` and ``allow_missing`` speak of
             names in the checkpoint.
+        include: ``["optimizer"]`` writes the optimizer's states (Adam's moments), too: files in the
+            folder ``optimizer_states`` of the result, one state each, in the element type on disk.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -88,6 +91,7 @@ def consolidate(
             "exclude_frozen": exclude_frozen,
             "strip_prefix": strip_prefix,
             "rename": rename,
+            "include": include,
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dist_consolidate._version import __version__
 from dist_consolidate.api import run
 from dist_consolidate.errors import Caught, ConsolidateError, UsageError
-from dist_consolidate.options import CHOICES, Options, load_config, make_options
+from dist_consolidate.options import CHOICES, INCLUDES, Options, load_config, make_options
 from dist_consolidate.runtime.control import exit_code
 from dist_consolidate.units import format_bytes, plural
 
@@ -91,6 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="change names as Python's re.sub does, after --strip-prefix; the last = parts the "
         "two (repeatable)",
+    )
+    add(
+        "--include",
+        choices=INCLUDES,
+        action="append",
+        help="write the optimizer's states (Adam's moments), too, into `optimizer_states`",
     )
     add(
         "--transport",

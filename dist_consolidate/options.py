@@ -20,8 +20,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "io": ("auto", "buffered", "direct"),
 }
+# What may be written beside the weights.
+INCLUDES = ("optimizer",)
 # Options that may be given several times.
-_LISTS = ("tie", "allow_missing", "strip_prefix", "rename")
+_LISTS = ("tie", "allow_missing", "strip_prefix", "rename", "include")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Options:
         exclude_frozen: Leave frozen parameters out.
         strip_prefix: Prefixes to take off the names, one after another.
         rename: Changes of names, each ``REGEX=REPL``, applied in order after that.
+        include: What to write beside the weights: ``optimizer`` for its states.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
@@ -59,6 +62,7 @@ class Options:
     exclude_frozen: bool = False
     strip_prefix: tuple[str, ...] = ()
     rename: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"
@@ -90,6 +94,9 @@ class Options:
                 "--ties alias: tensors in a safetensors file cannot share bytes; use copy or drop, "
                 "or --format bin"
             )
+        for item in self.include:
+            if item not in INCLUDES:
+                raise UsageError(f"--include {item}: must be one of {', '.join(INCLUDES)}")
         if "" in self.strip_prefix:
             raise UsageError("--strip-prefix: is empty; name what stands before the names")
         _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs

@@ -21,6 +21,7 @@ from dist_consolidate.output.index import shard_file_names
 from dist_consolidate.plan.names import output_names
 from dist_consolidate.plan.plan import Plan, make_plan
 from dist_consolidate.plan.resolve import resolve
+from dist_consolidate.plan.states import with_states
 from dist_consolidate.runtime.control import Control, describe, exit_code, explained
 
 _T = TypeVar("_T")
@@ -56,14 +57,25 @@ def plan_here(checkpoint: Checkpoint, options: Options) -> Plan:
         allow_missing=options.allow_missing,
         exclude_frozen=options.exclude_frozen,
     )
-    return make_plan(
+    names = output_names(resolution, options.strip_prefix, options.rename_pairs)
+    plan = make_plan(
         checkpoint,
         resolution,
         dtype=options.dtype,
         ties=options.tie_policy,
         max_shard_bytes=options.max_shard_bytes,
         file_names=lambda count: shard_file_names(options.format, count),
-        names=output_names(resolution, options.strip_prefix, options.rename_pairs),
+        names=names,
+    )
+    if checkpoint.optimizer is None:
+        return plan
+    return with_states(
+        plan,
+        checkpoint,
+        resolution,
+        names,
+        max_shard_bytes=options.max_shard_bytes,
+        file_names=lambda count, state: shard_file_names(options.format, count, state),
     )
 
 
@@ -92,7 +104,12 @@ def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> P
 
     def plan() -> Planned:
         try:
-            checkpoint = read_checkpoint(folder, reading.run, options.tie_pairs)
+            checkpoint = read_checkpoint(
+                folder,
+                reading.run,
+                options.tie_pairs,
+                include_optimizer="optimizer" in options.include,
+            )
         finally:
             reading.end()
         return Planned(folder, _facts(checkpoint), plan_here(checkpoint, options), visible)

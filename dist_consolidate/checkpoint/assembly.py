@@ -12,7 +12,7 @@ from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
-from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState, TensorsState
+from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
@@ -134,7 +134,7 @@ class Assembly:
             elif isinstance(finding, ModelState):
                 models[shard.dp_rank or 0] = finding
                 steps[shard.name] = finding.global_steps
-            elif not isinstance(finding, OptimState | TensorsState):
+            elif finding is None or isinstance(finding, int):
                 steps[shard.name] = finding
         census.check_steps(self.folder, self.model, steps, self.problems)
         self._note_missing({shard.dp_rank for shard in others}, has_frozen)

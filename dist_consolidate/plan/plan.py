@@ -34,12 +34,14 @@ class PlannedTensor:
         dtype: Element type in the output.
         targets: Pairs of output file index and stored tensor index in that file; more than one
             where tied names are written in full.
+        state: Empty for weights, else the key of an optimizer's state of this name.
     """
 
     name: str
     source: Source
     dtype: DType
     targets: tuple[tuple[int, int], ...]
+    state: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Plan:
         notes: What the report must say.
         digest: SHA-256 over files, tensors, groups and changed names, hexadecimal.
         renamed: Name in the output to name in the checkpoint, where they differ.
+        optimizer: What the manifest says of the optimizer; ``None`` where it was not asked for.
     """
 
     files: tuple[OutputFile, ...]
@@ -65,6 +68,7 @@ class Plan:
     notes: tuple[str, ...]
     digest: str
     renamed: dict[str, str] = dataclasses.field(default_factory=dict)
+    optimizer: dict[str, object] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +121,7 @@ def make_plan(
         resolution.tensors, key=lambda t: -output_dtype(t.source, dtype).itemsize_bytes
     )
     units = [_unit(tensor, output_dtype(tensor.source, dtype), ties) for tensor in holders]
-    shards = _shard([stored for unit in units for stored in unit], max_shard_bytes)
+    shards = shard_tensors([stored for unit in units for stored in unit], max_shard_bytes)
     places = {
         stored.names[0]: (file, index)
         for file, shard in enumerate(shards)
@@ -135,7 +139,7 @@ def make_plan(
         for name, shard in zip(file_names(len(shards)), shards, strict=True)
     )
     old_names = {new: old for old, new in names.new.items()}
-    digest = _digest(files, tensors, checkpoint.groups, list(old_names.items()))
+    digest = plan_digest(files, tensors, checkpoint.groups, list(old_names.items()))
     notes = (*resolution.notes, *names.notes)
     return Plan(
         files, tensors, checkpoint.groups, resolution.ties, resolution.left_out, notes, digest,
@@ -151,9 +155,18 @@ def _unit(tensor: Resolved, dtype: DType, ties: str) -> list[StoredTensor]:
     return [StoredTensor((name,), dtype, shape) for name in names]
 
 
-def _shard(
+def shard_tensors(
     tensors: Sequence[StoredTensor], max_shard_bytes: int | None
 ) -> list[list[StoredTensor]]:
+    """Deal stored tensors out to files, in order.
+
+    Args:
+        tensors: The tensors.
+        max_shard_bytes: See :func:`make_plan`.
+
+    Returns:
+        The tensors of each file; at least one file.
+    """
     shards: list[list[StoredTensor]] = [[]]
     used = 0
     for tensor in tensors:
@@ -172,7 +185,8 @@ def _dropped_here(
     return tuple((alias, holder) for alias, holder in dropped.items() if holder in here)
 
 
-def _digest(*parts: Sequence[object]) -> str:
+def plan_digest(*parts: Sequence[object]) -> str:
+    """Digest plain data by its text, each item on a line."""
     state = hashlib.sha256()
     for part in parts:
         for item in part:

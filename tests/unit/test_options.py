@@ -34,6 +34,7 @@ def test_defaults():
         "exclude_frozen": False,
         "strip_prefix": (),
         "rename": (),
+        "include": (),
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -208,6 +209,7 @@ allow-missing = ["x.*"]
 exclude_frozen = true
 strip-prefix = ["module."]
 rename = ["a=b"]
+include = ["optimizer"]
 transport = "direct"
 writers = 2
 bucket_size = 1000000
