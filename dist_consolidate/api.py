@@ -30,6 +30,9 @@ def consolidate(
     allow_missing: Sequence[str] = (),
     exclude_frozen: bool = False,
     trust_masters: bool = False,
+    strip_prefix: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    include: Sequence[str] = (),
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -58,6 +61,12 @@ def consolidate(
         exclude_frozen: Leave frozen parameters out.
         trust_masters: Take fp32 masters although the 16-bit weights in the model states hold
             other values.
+        strip_prefix: Prefixes to take off the names that begin with them, one after another.
+        rename: Changes of names for :func:`re.sub`, each ``"REGEX=REPL"`` (the last ``=`` parts
+            them), applied in order after ``strip_prefix``. ``tie`` and ``allow_missing`` speak of
+            names in the checkpoint.
+        include: ``["optimizer"]`` writes the optimizer's states (Adam's moments), too: files in the
+            folder ``optimizer_states`` of the result, one state each, in the element type on disk.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -84,6 +93,9 @@ def consolidate(
             "allow_missing": allow_missing,
             "exclude_frozen": exclude_frozen,
             "trust_masters": trust_masters,
+            "strip_prefix": strip_prefix,
+            "rename": rename,
+            "include": include,
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dist_consolidate._version import __version__
 from dist_consolidate.api import run
 from dist_consolidate.errors import Caught, ConsolidateError, UsageError
-from dist_consolidate.options import CHOICES, Options, load_config, make_options
+from dist_consolidate.options import CHOICES, INCLUDES, Options, load_config, make_options
 from dist_consolidate.runtime.control import exit_code
 from dist_consolidate.units import format_bytes, plural
 
@@ -83,6 +83,25 @@ def _parser() -> argparse.ArgumentParser:
         "--trust-masters",
         action="store_true",
         help="take the fp32 masters although the 16-bit weights hold other values",
+    )
+    add(
+        "--strip-prefix",
+        metavar="PREFIX",
+        action="append",
+        help="take this off the names that begin with it (repeatable)",
+    )
+    add(
+        "--rename",
+        metavar="REGEX=REPL",
+        action="append",
+        help="change names as Python's re.sub does, after --strip-prefix; the last = parts the "
+        "two (repeatable)",
+    )
+    add(
+        "--include",
+        choices=INCLUDES,
+        action="append",
+        help="write the optimizer's states (Adam's moments), too, into `optimizer_states`",
     )
     add(
         "--transport",

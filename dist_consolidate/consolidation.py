@@ -22,11 +22,18 @@ from dist_consolidate.output.publish import (
     check_output,
     prepare,
 )
-from dist_consolidate.plan.plan import Plan
+from dist_consolidate.plan.outputs import OutputFile
+from dist_consolidate.plan.plan import Plan, PlannedTensor
 from dist_consolidate.planning import Planned, on_rank_0, plan_together
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
+
+# The options that shape the result.
+_SHAPING = (
+    "format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen", "strip_prefix",
+    "rename", "include",
+)  # fmt: skip
 
 
 def run_consolidation(
@@ -93,8 +100,18 @@ class _Run:
 
     @property
     def last(self) -> tuple[str, ...]:
-        several = len(self.plan.files) > 1
-        return (MANIFEST_NAME, *((index_file_name(self.options.format),) if several else ()))
+        return (MANIFEST_NAME, *self._indexes())
+
+    def _indexes(self) -> dict[str, list[OutputFile]]:
+        """Give the indexes to write, the weights' last, each with the files it lists."""
+        by_state: dict[str, list[OutputFile]] = {}
+        for file in sorted(self.plan.files, key=lambda file: not file.state):
+            by_state.setdefault(file.state, []).append(file)
+        return {
+            index_file_name(self.options.format, state): files
+            for state, files in by_state.items()
+            if len(files) > 1
+        }
 
     def prepare(self, target: Path) -> Publication:
         """Make the work folder with all files at their full size (on rank 0)."""
@@ -147,8 +164,8 @@ class _Run:
                     path = publication.work_dir / file.name
                     _write_blocks(path, layout.finishing_blocks(crcs))
             publication.write_file(MANIFEST_NAME, self._manifest(notes))
-            if len(self.plan.files) > 1:
-                publication.write_file(self.last[-1], index_json(self.plan.files))
+            for name, files in self._indexes().items():
+                publication.write_file(name, index_json(files))
             publication.publish(self.last)
             return self._rank_reports(results), notes
 
@@ -182,8 +199,7 @@ class _Run:
         return [text] if names else []
 
     def _manifest(self, notes: Sequence[str]) -> bytes:
-        shaping = ("format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen")
-        chosen = {name: getattr(self.options, name) for name in shaping}
+        chosen = {name: getattr(self.options, name) for name in _SHAPING}
         facts = {k: v for k, v in self.planned.facts.items() if k != "tag_chosen"}
         return manifest_json(
             version=__version__,
@@ -191,32 +207,55 @@ class _Run:
             options={**chosen, "ties": self.options.tie_policy},
             plan_digest=self.plan.digest,
             tensors=self._tensor_facts(),
-            left_out=self.plan.left_out,
+            left_out={name: self._why_left_out(name) for name in self.plan.left_out},
             notes=notes,
+            optimizer=self._optimizer_facts(),
         )
+
+    def _why_left_out(self, name: str) -> str:
+        reason, old = self.plan.left_out[name], self.plan.renamed.get(name)
+        return reason if old is None else f"{reason} (in the checkpoint: {old})"
 
     def _tensor_facts(self) -> dict[str, dict[str, object]]:
         facts: dict[str, dict[str, object]] = {}
         for tensor in self.plan.tensors:
-            facts[tensor.name] = {
-                "dtype": tensor.dtype.name,
-                "shape": list(tensor.source.shape),
-                "file": self.plan.files[tensor.targets[0][0]].name,
-                "source": tensor.source.origin,
-                "source_dtype": tensor.source.dtype.name,
-            }
+            if not tensor.state:
+                facts[tensor.name] = self._facts_of(tensor)
         files = self._written_names()
         for alias, tie in self.plan.ties.items():
             tied = {"tied_to": tie.holder, "tie_found": tie.found}
             file = files.get(alias, facts[tie.holder]["file"])
             facts[alias] = {**facts[tie.holder], "file": file, **tied}
+        for name, old in self.plan.renamed.items():
+            if name in facts:
+                facts[name]["name_in_checkpoint"] = old
         return facts
+
+    def _facts_of(self, tensor: PlannedTensor) -> dict[str, object]:
+        return {
+            "dtype": tensor.dtype.name,
+            "shape": list(tensor.source.shape),
+            "file": self.plan.files[tensor.targets[0][0]].name,
+            "source": tensor.source.origin,
+            "source_dtype": tensor.source.dtype.name,
+        }
+
+    def _optimizer_facts(self) -> dict[str, object] | None:
+        """Give what the manifest says of the optimizer; ``None`` where nobody asked."""
+        if self.plan.optimizer is None:
+            return None
+        tensors: dict[str, dict[str, dict[str, object]]] = {}
+        for tensor in self.plan.tensors:
+            if tensor.state:
+                tensors.setdefault(tensor.state, {})[tensor.name] = self._facts_of(tensor)
+        return {**self.plan.optimizer, "tensors": tensors}
 
     def _written_names(self) -> dict[str, str]:
         """Give each name in the result its file; dropped ties are not among them."""
         return {
             name: file.name
             for file in self.plan.files
+            if not file.state
             for stored in file.tensors
             for name in stored.names
         }

@@ -11,6 +11,7 @@ from dist_consolidate.checkpoint.fragments import fragments
 from dist_consolidate.checkpoint.layout import TagFolder, find_tag
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
+from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.options import Options
 from dist_consolidate.plan.plan import Plan
 
@@ -117,6 +118,6 @@ def open_lazily(checkpoint_dir: Path, tag: str | None, *, trust_masters: bool) -
     from dist_consolidate.planning import plan_here
 
     folder = find_tag(checkpoint_dir, tag)
-    checkpoint = read_checkpoint(folder, trust_masters=trust_masters)
+    checkpoint = read_checkpoint(folder, request=Request(trust_masters=trust_masters))
     options = Options(dtype="keep", ties="drop", allow_missing=("*",), max_shard_size=None)
     return LazyCheckpoint(folder, checkpoint, plan_here(checkpoint, options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "io": ("auto", "buffered", "direct"),
 }
+# What may be written beside the weights.
+INCLUDES = ("optimizer",)
+# Options that may be given several times.
+_LISTS = ("tie", "allow_missing", "strip_prefix", "rename", "include")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,9 @@ class Options:
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
         trust_masters: Take fp32 masters although the 16-bit weights hold other values.
+        strip_prefix: Prefixes to take off the names, one after another.
+        rename: Changes of names, each ``REGEX=REPL``, applied in order after that.
+        include: What to write beside the weights: ``optimizer`` for its states.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
@@ -54,6 +62,9 @@ class Options:
     allow_missing: tuple[str, ...] = ()
     exclude_frozen: bool = False
     trust_masters: bool = False
+    strip_prefix: tuple[str, ...] = ()
+    rename: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"
@@ -74,7 +85,7 @@ class Options:
                 raise UsageError(f"{_flag(name)} {value}: must be one of {', '.join(choices)}")
         if not isinstance(self.tag, str | None):
             raise UsageError(f"--tag {self.tag!r}: must be a name")
-        for name in ("tie", "allow_missing"):
+        for name in _LISTS:
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
         for name in ("exclude_frozen", "trust_masters", "overwrite", "dry_run"):
@@ -85,7 +96,13 @@ class Options:
                 "--ties alias: tensors in a safetensors file cannot share bytes; use copy or drop, "
                 "or --format bin"
             )
+        for item in self.include:
+            if item not in INCLUDES:
+                raise UsageError(f"--include {item}: must be one of {', '.join(INCLUDES)}")
+        if "" in self.strip_prefix:
+            raise UsageError("--strip-prefix: is empty; name what stands before the names")
         _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs
+        _ = self.rename_pairs
 
     @property
     def tie_policy(self) -> str:
@@ -130,6 +147,26 @@ class Options:
                 raise UsageError(f"--tie {text}: {name} is tied to {pairs[name]} already")
         return tuple(pairs.items())
 
+    @property
+    def rename_pairs(self) -> tuple[tuple[str, str], ...]:
+        """The ``--rename`` options as pairs of pattern and replacement.
+
+        The last ``=`` parts them: patterns may hold one (``(?=...)``), replacements may not.
+        """
+        return tuple(_rename_pair(text) for text in self.rename)
+
+
+def _rename_pair(text: str) -> tuple[str, str]:
+    pattern, equals, replacement = text.rpartition("=")
+    if not (equals and pattern):
+        raise UsageError(f"--rename {text}: must be REGEX=REPL; the last = parts them")
+    try:
+        # The replacement is checked by itself, whether or not the pattern fits anything.
+        re.compile(pattern).sub(replacement, "")
+    except (re.error, IndexError, OverflowError, RecursionError) as error:
+        raise UsageError(f"--rename {text}: is no regular expression: {error}") from error
+    return pattern, replacement
+
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
@@ -168,7 +205,7 @@ def make_options(values: dict[str, Any]) -> Options:
             f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}"
         )
     cleaned = dict(values)
-    for name in ("tie", "allow_missing"):
+    for name in _LISTS:
         if name in cleaned:
             given = cleaned[name]
             if not isinstance(given, str | Sequence):

@@ -15,11 +15,14 @@ from dist_consolidate.checkpoint.jobs import Finding, Job, run_job
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, list_shards
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
+from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
+from dist_consolidate.plan.names import output_names
 from dist_consolidate.plan.plan import Plan, make_plan
 from dist_consolidate.plan.resolve import resolve
+from dist_consolidate.plan.states import with_states
 from dist_consolidate.runtime.control import Control, describe, exit_code, explained
 
 _T = TypeVar("_T")
@@ -55,13 +58,25 @@ def plan_here(checkpoint: Checkpoint, options: Options) -> Plan:
         allow_missing=options.allow_missing,
         exclude_frozen=options.exclude_frozen,
     )
-    return make_plan(
+    names = output_names(resolution, options.strip_prefix, options.rename_pairs)
+    plan = make_plan(
         checkpoint,
         resolution,
         dtype=options.dtype,
         ties=options.tie_policy,
         max_shard_bytes=options.max_shard_bytes,
         file_names=lambda count: shard_file_names(options.format, count),
+        names=names,
+    )
+    if checkpoint.optimizer is None:
+        return plan
+    return with_states(
+        plan,
+        checkpoint,
+        resolution,
+        names,
+        max_shard_bytes=options.max_shard_bytes,
+        file_names=lambda count, state: shard_file_names(options.format, count, state),
     )
 
 
@@ -90,14 +105,20 @@ def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> P
 
     def plan() -> Planned:
         try:
-            checkpoint = read_checkpoint(
-                folder, reading.run, options.tie_pairs, trust_masters=options.trust_masters
-            )
+            checkpoint = read_checkpoint(folder, reading.run, _request(options))
         finally:
             reading.end()
         return Planned(folder, _facts(checkpoint), plan_here(checkpoint, options), visible)
 
     return on_rank_0(control, plan)
+
+
+def _request(options: Options) -> Request:
+    return Request(
+        claims=options.tie_pairs,
+        trust_masters=options.trust_masters,
+        include_optimizer="optimizer" in options.include,
+    )
 
 
 def on_rank_0(control: Control, action: Callable[[], _T]) -> _T:

@@ -11,8 +11,9 @@ from dist_consolidate.checkpoint import census, stage0, witness, zero3, zero12
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
+from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
-from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState, TensorsState
+from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
@@ -25,9 +26,7 @@ class Assembly:
         model: ModelState,
         optims: Sequence[OptimState],
         run: Runner,
-        claims: Sequence[tuple[str, str]],
-        *,
-        trust_masters: bool,
+        request: Request,
     ) -> None:
         """Set up.
 
@@ -36,11 +35,10 @@ class Assembly:
             model: Model states of its rank 0.
             optims: Its optimizer states, in rank order.
             run: Reads files.
-            claims: Ties the user claims, as pairs of alias and source.
-            trust_masters: Take fp32 masters although ``module`` holds other values.
+            request: What the user asks for.
         """
         self.folder, self.model, self.optims, self.run = folder, model, optims, run
-        self.claims, self.trust_masters = claims, trust_masters
+        self.request = request
         self.problems = Problems()
         self.notes: list[str] = []
         self.stage = _stage(model, optims)
@@ -119,7 +117,7 @@ class Assembly:
             f"other values than `module` of {self.model.shard.name}, the first is "
             f"{found.differing[0]!r}"
         )
-        if self.trust_masters:
+        if self.request.trust_masters:
             self.notes.append(f"{what}; the masters were taken (--trust-masters)")
             return
         raise CheckpointError(
@@ -160,7 +158,7 @@ class Assembly:
             elif isinstance(finding, ModelState):
                 models[shard.dp_rank or 0] = finding
                 steps[shard.name] = finding.global_steps
-            elif not isinstance(finding, OptimState | TensorsState):
+            elif finding is None or isinstance(finding, int):
                 steps[shard.name] = finding
         census.check_steps(self.folder, self.model, steps, self.problems)
         self._note_missing({shard.dp_rank for shard in others}, has_frozen)
@@ -185,7 +183,7 @@ class Assembly:
             return frozenset()
         module, confirmed = self.model.module or {}, set()
         prints = Fingerprints(self.folder.path, groups)
-        for alias, name in {*(self.model.shared_params or {}).items(), *self.claims}:
+        for alias, name in {*(self.model.shared_params or {}).items(), *self.request.claims}:
             entry, held = module.get(alias), module.get(name)
             if entry is None or alias in stored or _same_view(entry, held):
                 continue

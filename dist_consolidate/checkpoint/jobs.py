@@ -11,6 +11,7 @@ from typing import Literal
 
 from dist_consolidate.checkpoint.archive import scan_integer
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.optimizer import BaseOptimizer, read_base_optimizer
 from dist_consolidate.checkpoint.states import (
     ModelState,
     OptimState,
@@ -21,14 +22,14 @@ from dist_consolidate.checkpoint.states import (
 )
 from dist_consolidate.errors import Caught, CheckpointError
 
-Finding = ModelState | OptimState | TensorsState | int | None | CheckpointError
+Finding = ModelState | OptimState | TensorsState | BaseOptimizer | int | None | CheckpointError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One file to read, and what for: states, a bare state dict, or only the step."""
+    """One file to read, and what for: states, a bare state dict, the optimizer's own, or a step."""
 
-    kind: Literal["model", "optim", "tensors", "step"]
+    kind: Literal["model", "optim", "tensors", "optimizer", "step"]
     shard: ShardFile
 
 
@@ -46,6 +47,8 @@ def run_job(folder: TagFolder, job: Job) -> Finding:
             finding = read_optim_state(folder.path, job.shard)
         elif job.kind == "tensors":
             finding = read_tensors(folder.path, job.shard)
+        elif job.kind == "optimizer":
+            finding = read_base_optimizer(folder.path, job.shard)
         else:
             finding = scan_integer(path, "global_steps")
     error = caught.error

@@ -9,7 +9,7 @@ from typing import Literal
 from dist_consolidate.checkpoint.extents import Extent, TensorSpan
 from dist_consolidate.dtypes import DType
 
-Origin = Literal["fp32 partition", "frozen", "module"]
+Origin = Literal["fp32 partition", "frozen", "module", "optimizer state"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +117,25 @@ class ModuleKey:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class OptimizerStates:
+    """What the optimizer keeps for each weight, and its settings.
+
+    Attributes:
+        tensors: By key (``exp_avg``, ...) and parameter, in flat order.
+        unread: Keys that have no value for each weight, and what they are.
+        steps: The distinct steps that the optimizer recorded; usually one.
+        param_groups: The plain numbers among each param group's settings.
+        group_of: Param group of each parameter, where recorded.
+    """
+
+    tensors: dict[str, dict[str, Source]]
+    unread: dict[str, str]
+    steps: tuple[int, ...]
+    param_groups: tuple[dict[str, object], ...]
+    group_of: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The metadata of one tag, ready for planning; no weight has been read.
 
@@ -139,6 +158,7 @@ class Checkpoint:
         notes: What was assumed or found, for the report.
         confirmed_ties: Pairs of alias and source, recorded or claimed, where the alias has a copy
             of its own in ``module`` that was found to hold the source's values, rounded.
+        optimizer: The optimizer's states, where they were asked for.
     """
 
     tag: str
@@ -157,3 +177,4 @@ class Checkpoint:
     file_bytes: dict[str, int]
     notes: tuple[str, ...]
     confirmed_ties: frozenset[tuple[str, str]] = frozenset()
+    optimizer: OptimizerStates | None = None

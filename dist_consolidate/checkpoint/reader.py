@@ -10,25 +10,24 @@ from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint
+from dist_consolidate.checkpoint.moments import with_moments
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
+from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
+_PLAIN = Request()
+
 
 def read_checkpoint(
-    folder: TagFolder,
-    run: Runner = run_here,
-    claims: Sequence[tuple[str, str]] = (),
-    *,
-    trust_masters: bool = False,
+    folder: TagFolder, run: Runner = run_here, request: Request = _PLAIN
 ) -> Checkpoint:
     """Read the metadata of a tag.
 
     Args:
         folder: The shards (see :func:`dist_consolidate.checkpoint.layout.find_tag`).
         run: Reads files: gives the finding of each job, in order.
-        claims: Ties the user claims, as pairs of alias and source.
-        trust_masters: Take fp32 masters although ``module`` holds other values.
+        request: What the user asks for.
 
     Returns:
         The metadata, with every weight located.
@@ -64,12 +63,13 @@ def read_checkpoint(
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
     checkpoints = [
-        Assembly(
-            part.folder, part.model, part.optims, run, claims, trust_masters=trust_masters
-        ).checkpoint()
-        for part in parts
+        Assembly(part.folder, part.model, part.optims, run, request).checkpoint() for part in parts
     ]
-    return checkpoints[0]
+    checkpoint = checkpoints[0]
+    if request.include_optimizer:
+        part = _only_part(folder, parts)
+        checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)
+    return checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +85,17 @@ class _Part:
     folder: TagFolder
     model: ModelState
     optims: Sequence[OptimState]
+
+
+def _only_part(folder: TagFolder, parts: Sequence[_Part]) -> _Part:
+    """Refuse optimizer states that are spread over more than data-parallel ranks."""
+    part = parts[0]
+    if len(parts) > 1 or any(optim.expert_groups for optim in part.optims):
+        raise UnsupportedLayoutError(
+            f"{folder.path}: is a model- or expert-parallel checkpoint, whose optimizer states "
+            "this version does not read; consolidate without --include optimizer"
+        )
+    return part
 
 
 def _jobs(folder: TagFolder) -> list[Job]:

@@ -67,7 +67,7 @@ class _Matching:
     ) -> None:
         self.model, self.prints = model, prints
         self.problems, self.notes = problems, notes
-        self.names, self.entries = _trainable(model)
+        self.names, self.entries = trainable(model)
         self.dtypes = {entry.span.dtype.name: entry.span.dtype for entry in self.entries}.values()
 
     def sources(self) -> dict[str, Source]:
@@ -166,8 +166,15 @@ class _Matching:
         }
 
 
-def _trainable(model: ModelState) -> tuple[list[str], list[ModuleEntry]]:
-    """Give the keys that may have a master: one name of each tied group, no buffers."""
+def trainable(model: ModelState) -> tuple[list[str], list[ModuleEntry]]:
+    """Give the keys that may have a master: one name of each tied group, no buffers.
+
+    Args:
+        model: The model states.
+
+    Returns:
+        Names in the model's order, and what ``module`` holds under them.
+    """
     first: dict[tuple[object, ...], str] = {}
     for name, entry in (model.module or {}).items():
         first.setdefault((entry.ref.storage.key, entry.ref.offset_numel, entry.ref.shape), name)

@@ -15,6 +15,7 @@ def manifest_json(
     tensors: Mapping[str, Mapping[str, object]],
     left_out: Mapping[str, str],
     notes: Sequence[str],
+    optimizer: Mapping[str, object] | None = None,
 ) -> bytes:
     """Write the manifest; equal arguments give equal bytes.
 
@@ -30,6 +31,7 @@ def manifest_json(
             the name it is tied to.
         left_out: For each name that is not in the result, why.
         notes: What was assumed, cast, dropped or inferred, for people to read.
+        optimizer: The optimizer's step, settings and states, where they are in the result.
 
     Returns:
         Sorted JSON, indented by two, with a closing newline.
@@ -43,4 +45,6 @@ def manifest_json(
         "left_out": dict(left_out),
         "notes": list(notes),
     }
+    if optimizer is not None:
+        content["optimizer"] = dict(optimizer)
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode("ascii")

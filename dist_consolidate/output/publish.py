@@ -15,12 +15,17 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 
 from dist_consolidate.errors import ConsolidateError, ResourceError, UsageError, listing
 from dist_consolidate.filesystems import is_in_memory
-from dist_consolidate.output.index import MANIFEST_NAME, is_index_file, is_weight_file
+from dist_consolidate.output.index import (
+    MANIFEST_NAME,
+    STATES_FOLDER,
+    is_index_file,
+    is_weight_file,
+)
 from dist_consolidate.units import format_bytes
 
 _TOKEN = r"[A-Za-z0-9_-]+"
@@ -62,6 +67,8 @@ class Publication:
         """
         assert name in self.file_names, f"{name} was not announced"
         path = self.work_dir / name
+        with _explained(path):
+            path.parent.mkdir(exist_ok=True)
         with _explained(path), path.open("xb") as file:
             if not is_in_memory(path):
                 _reserve(file.fileno(), num_bytes)
@@ -82,6 +89,7 @@ class Publication:
         assert name in self.file_names, f"{name} was not announced"
         path = self.work_dir / name
         with _explained(path):
+            path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
 
     def publish(self, last: Sequence[str] = ()) -> None:
@@ -103,6 +111,8 @@ class Publication:
         with _explained(self.output_dir):
             for name in self.file_names:
                 _sync(self.work_dir / name)
+            for folder in _folders(self.file_names):
+                _sync(self.work_dir / folder)
             _sync(self.work_dir)
             if self.is_new_folder:
                 self.work_dir.rename(self.output_dir)
@@ -116,7 +126,7 @@ class Publication:
         shutil.rmtree(self.work_dir, ignore_errors=True)
 
     def _check_complete(self) -> None:
-        found = {path.name for path in self.work_dir.iterdir()}
+        found = set(_files_below(self.work_dir))
         wrong = sorted(found.symmetric_difference(self.file_names))
         if wrong:
             raise ConsolidateError(
@@ -131,21 +141,29 @@ class Publication:
         for group in (entry_points, stale):
             for name in group:
                 (self.output_dir / name).unlink()
+            for folder in _folders(group):
+                _sync(self.output_dir / folder)
+                with contextlib.suppress(OSError):  # where others have put files, it stays
+                    (self.output_dir / folder).rmdir()
             _sync(self.output_dir)
 
     def _move_files(self, first: Sequence[str], last: Sequence[str]) -> None:
-        moved: list[Path] = []
+        moved: list[str] = []
         try:
+            for folder in _folders(self.file_names):
+                (self.output_dir / folder).mkdir(exist_ok=True)
             for group in (first, last):
                 for name in group:
                     # Replaces a symbolic link of that name; does not follow it.
                     (self.work_dir / name).rename(self.output_dir / name)
-                    moved.append(self.output_dir / name)
+                    moved.append(name)
+                for folder in _folders(group):
+                    _sync(self.output_dir / folder)
                 _sync(self.output_dir)
         except BaseException:
-            for path in reversed(moved):
+            for name in reversed(moved):
                 with contextlib.suppress(OSError):
-                    path.rename(self.work_dir / path.name)
+                    (self.output_dir / name).rename(self.work_dir / name)
             raise
         self.abandon()
 
@@ -173,7 +191,7 @@ def prepare(
             ``overwrite``, or holds a folder under the name of a file.
     """
     assert re.fullmatch(_TOKEN, token), f"{token!r} is no token"
-    assert all(name == Path(name).name for name in file_names), "a file name holds a folder"
+    assert _folders(file_names) <= {STATES_FOLDER}, "a file name holds a folder"
     output_dir = check_output(output_dir, file_names, overwrite=overwrite)
     with _explained(output_dir):
         parent = output_dir if output_dir.is_dir() else output_dir.parent
@@ -234,15 +252,35 @@ def check_free_space(path: Path, num_bytes: int, *, overwrite: bool = False) -> 
 
 
 def _weight_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if is_weight_file(path.name))
+    return sorted(name for name in _files_below(folder) if is_weight_file(name))
+
+
+def _files_below(folder: Path) -> list[str]:
+    """Name what lies in a folder, and in its folder of optimizer states (no symbolic link)."""
+    names = []
+    for path in folder.iterdir():
+        if path.name == STATES_FOLDER and path.is_dir() and not path.is_symlink():
+            names += [f"{STATES_FOLDER}/{inner.name}" for inner in path.iterdir()]
+        else:
+            names.append(path.name)
+    return names
+
+
+def _folders(file_names: Iterable[str]) -> set[str]:
+    """Give the folders that files of a result lie in, the output folder itself not counted."""
+    return {str(PurePosixPath(name).parent) for name in file_names} - {"."}
 
 
 def _refuse_occupied(output_dir: Path, file_names: Sequence[str], overwrite: bool) -> None:
     paths = [
-        path
-        for path in sorted(output_dir.iterdir())
-        if is_weight_file(path.name) or path.name in file_names
+        output_dir / name
+        for name in sorted(_files_below(output_dir))
+        if is_weight_file(name) or name in file_names
     ]
+    states = output_dir / STATES_FOLDER
+    odd = states.is_symlink() or (states.exists() and not states.is_dir())
+    if odd and _folders(file_names):
+        raise UsageError(f"{states}: is no folder, but the optimizer's states go there; move it")
     folders = [path.name for path in paths if path.is_dir() and not path.is_symlink()]
     if folders:
         raise UsageError(
@@ -250,7 +288,7 @@ def _refuse_occupied(output_dir: Path, file_names: Sequence[str], overwrite: boo
         )
     if paths and not overwrite:
         advice = "Pass --overwrite to replace them, or choose another output folder."
-        names = [path.name for path in paths]
+        names = [str(path.relative_to(output_dir)) for path in paths]
         raise UsageError(listing(f"{output_dir} holds weight files already", names, advice))
 
 

@@ -43,8 +43,10 @@ class OutputFile:
         tensors: Stored tensors in the order of their bytes.
         dropped: Names left out of this file on request, each with the name that holds its data
             (``--ties drop``).
+        state: Empty for weights, else the key of the optimizer's states that it holds.
     """
 
     name: str
     tensors: tuple[StoredTensor, ...]
     dropped: tuple[tuple[str, str], ...] = ()
+    state: str = ""

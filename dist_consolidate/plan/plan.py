@@ -14,6 +14,7 @@ from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, Source
 from dist_consolidate.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from dist_consolidate.errors import CheckpointError
 from dist_consolidate.plan.coverage import check_coverage
+from dist_consolidate.plan.names import Names, renamed
 from dist_consolidate.plan.outputs import OutputFile, StoredTensor
 from dist_consolidate.plan.resolve import Resolution, Resolved
 from dist_consolidate.plan.ties import Tie
@@ -33,12 +34,14 @@ class PlannedTensor:
         dtype: Element type in the output.
         targets: Pairs of output file index and stored tensor index in that file; more than one
             where tied names are written in full.
+        state: Empty for weights, else the key of an optimizer's state of this name.
     """
 
     name: str
     source: Source
     dtype: DType
     targets: tuple[tuple[int, int], ...]
+    state: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +55,9 @@ class Plan:
         ties: Ties in force.
         left_out: Keys that are not written, with reasons.
         notes: What the report must say.
-        digest: SHA-256 over all of the above, hexadecimal.
+        digest: SHA-256 over files, tensors, groups and changed names, hexadecimal.
+        renamed: Name in the output to name in the checkpoint, where they differ.
+        optimizer: What the manifest says of the optimizer; ``None`` where it was not asked for.
     """
 
     files: tuple[OutputFile, ...]
@@ -62,6 +67,8 @@ class Plan:
     left_out: dict[str, str]
     notes: tuple[str, ...]
     digest: str
+    renamed: dict[str, str] = dataclasses.field(default_factory=dict)
+    optimizer: dict[str, object] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +89,7 @@ def make_plan(
     ties: str,
     max_shard_bytes: int | None,
     file_names: FileNames,
+    names: Names | None = None,
 ) -> Plan:
     """Lay out the result.
 
@@ -94,6 +102,7 @@ def make_plan(
         max_shard_bytes: Upper bound of a file's tensor bytes (one larger tensor gets a file of
             its own), or ``None`` for a single file.
         file_names: Gives the names of that many files.
+        names: The output's names; by default the checkpoint's.
 
     Returns:
         The plan.
@@ -105,12 +114,14 @@ def make_plan(
     if not resolution.tensors:
         raise CheckpointError(f"{checkpoint.tag}: nothing is left to write")
     check_coverage(checkpoint, resolution)
+    names = names or Names({})
+    resolution = renamed(resolution, names)
     # Wide elements first, as readers that map a file expect; within a width the flat order stays.
     holders = sorted(
         resolution.tensors, key=lambda t: -output_dtype(t.source, dtype).itemsize_bytes
     )
     units = [_unit(tensor, output_dtype(tensor.source, dtype), ties) for tensor in holders]
-    shards = _shard([stored for unit in units for stored in unit], max_shard_bytes)
+    shards = shard_tensors([stored for unit in units for stored in unit], max_shard_bytes)
     places = {
         stored.names[0]: (file, index)
         for file, shard in enumerate(shards)
@@ -127,10 +138,12 @@ def make_plan(
         OutputFile(name, tuple(shard), _dropped_here(shard, dropped))
         for name, shard in zip(file_names(len(shards)), shards, strict=True)
     )
-    digest = _digest(files, tensors, checkpoint.groups)
+    old_names = {new: old for old, new in names.new.items()}
+    digest = plan_digest(files, tensors, checkpoint.groups, list(old_names.items()))
+    notes = (*resolution.notes, *names.notes)
     return Plan(
-        files, tensors, checkpoint.groups, resolution.ties, resolution.left_out,
-        resolution.notes, digest,
+        files, tensors, checkpoint.groups, resolution.ties, resolution.left_out, notes, digest,
+        old_names,
     )  # fmt: skip
 
 
@@ -142,9 +155,18 @@ def _unit(tensor: Resolved, dtype: DType, ties: str) -> list[StoredTensor]:
     return [StoredTensor((name,), dtype, shape) for name in names]
 
 
-def _shard(
+def shard_tensors(
     tensors: Sequence[StoredTensor], max_shard_bytes: int | None
 ) -> list[list[StoredTensor]]:
+    """Deal stored tensors out to files, in order.
+
+    Args:
+        tensors: The tensors.
+        max_shard_bytes: See :func:`make_plan`.
+
+    Returns:
+        The tensors of each file; at least one file.
+    """
     shards: list[list[StoredTensor]] = [[]]
     used = 0
     for tensor in tensors:
@@ -163,11 +185,10 @@ def _dropped_here(
     return tuple((alias, holder) for alias, holder in dropped.items() if holder in here)
 
 
-def _digest(
-    files: Sequence[OutputFile], tensors: Sequence[PlannedTensor], groups: Sequence[FlatGroup]
-) -> str:
+def plan_digest(*parts: Sequence[object]) -> str:
+    """Digest plain data by its text, each item on a line."""
     state = hashlib.sha256()
-    for part in (files, tensors, groups):
+    for part in parts:
         for item in part:
             state.update(repr(item).encode())
             state.update(b"\n")

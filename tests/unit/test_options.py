@@ -33,6 +33,9 @@ def test_defaults():
         "allow_missing": (),
         "exclude_frozen": False,
         "trust_masters": False,
+        "strip_prefix": (),
+        "rename": (),
+        "include": (),
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -206,6 +209,9 @@ tie = ["head=emb", "a=b"]
 allow-missing = ["x.*"]
 exclude_frozen = true
 trust_masters = true
+strip-prefix = ["module."]
+rename = ["a=b"]
+include = ["optimizer"]
 transport = "direct"
 writers = 2
 bucket_size = 1000000

@@ -1,0 +1,20 @@
+"""What the user asks of the reader."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to be read, and what is known of it that no file records.
+
+    Attributes:
+        claims: Ties, as pairs of alias and source.
+        trust_masters: Take fp32 masters although ``module`` holds other values.
+        include_optimizer: Locate the optimizer's states, too.
+    """
+
+    claims: tuple[tuple[str, str], ...] = ()
+    trust_masters: bool = False
+    include_optimizer: bool = False
