@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, stage0, zero3, zero12
+from dist_consolidate.checkpoint import census, stage0, testimony, zero3, zero12
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
-from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
+from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
@@ -85,8 +85,17 @@ class Assembly:
         if self.stage == 3:
             return zero3.build(self.model, self.optims, self.problems)
         if self.optims:
-            return zero12.build(self.model, self.optims, self.problems)
+            return self._zero12()
         return (), self._stage0()
+
+    def _zero12(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        testified: dict[str, FlatSlot] = {}
+        groups, sources = zero12.build(self.model, self.optims, self.problems, testified)
+        told = "the recorded layout does not fit the data"
+        self.problems.raise_if_any(f"{self.folder.path}: {told}")
+        path = self.folder.path
+        testimony.confirm(path, self.model, groups, sources, testified, self.problems, self.notes)
+        return groups, sources
 
     def _stage0(self) -> dict[str, Source]:
         if self.model.param_shapes is not None or (self.model.zero_stage or 0) > 0:
