@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dist_consolidate.checkpoint import census
+from dist_consolidate.checkpoint import census, writers
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
 from dist_consolidate.checkpoint.layout import TagFolder
@@ -33,6 +33,7 @@ def read_checkpoint(
             problems found are in one message.
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
+    folder, notes = writers.settle(folder)
     census.refuse_other_kinds(folder)
     jobs = _jobs(folder)
     findings = dict(zip(jobs, run(folder, jobs), strict=True))
@@ -61,7 +62,7 @@ def read_checkpoint(
     checkpoints = [
         Assembly(part.folder, part.model, part.optims, run, claims).checkpoint() for part in parts
     ]
-    return checkpoints[0]
+    return dataclasses.replace(checkpoints[0], notes=(*notes, *checkpoints[0].notes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
