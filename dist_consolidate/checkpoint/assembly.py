@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, stage0, witness, zero3, zero12
+from dist_consolidate.checkpoint import census, stage0, testimony, witness, zero3, zero12
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
-from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
+from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
@@ -58,7 +58,8 @@ class Assembly:
         more_groups, frozen = self._frozen(len(groups))
         self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
         all_groups = (*groups, *more_groups)
-        if self.stage in (1, 2):
+        # ZenFlow's masters may lag the weights; what it needs is compared in `testimony`.
+        if self.stage in (1, 2) and not self.model.zenflow:
             self._hear_witness(groups, partitions)
         return Checkpoint(
             tag=self.folder.tag,
@@ -88,8 +89,17 @@ class Assembly:
         if self.stage == 3:
             return zero3.build(self.model, self.optims, self.problems)
         if self.optims:
-            return zero12.build(self.model, self.optims, self.problems)
+            return self._zero12()
         return (), self._stage0()
+
+    def _zero12(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        testified: dict[str, FlatSlot] = {}
+        groups, sources = zero12.build(self.model, self.optims, self.problems, testified)
+        told = "the recorded layout does not fit the data"
+        self.problems.raise_if_any(f"{self.folder.path}: {told}")
+        path = self.folder.path
+        testimony.confirm(path, self.model, groups, sources, testified, self.problems, self.notes)
+        return groups, sources
 
     def _stage0(self) -> dict[str, Source]:
         if self.model.param_shapes is not None or (self.model.zero_stage or 0) > 0:

@@ -8,6 +8,7 @@ from pathlib import Path
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.parallel import Grid
 from dist_consolidate.checkpoint.states import ModelState, OptimState
+from dist_consolidate.checkpoint.writers import plain_name
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
@@ -18,7 +19,7 @@ def refuse_other_kinds(folder: TagFolder) -> None:
         folder: The shards.
 
     Raises:
-        UnsupportedLayoutError: For expert, pipeline and split-writer checkpoints.
+        UnsupportedLayoutError: For expert and pipeline checkpoints.
     """
     if folder.of("expert"):
         raise UnsupportedLayoutError(
@@ -29,11 +30,6 @@ def refuse_other_kinds(folder: TagFolder) -> None:
         raise UnsupportedLayoutError(
             f"{folder.path}: is a pipeline-parallel checkpoint ({folder.of('layer')[0].name} holds "
             "a pipeline layer); this version does not read those"
-        )
-    if folder.of("foreign"):
-        raise UnsupportedLayoutError(
-            f"{folder.path}: was saved with checkpoint.writer, which splits files "
-            f"({folder.of('foreign')[0].name}); this version does not read those"
         )
 
 
@@ -128,7 +124,7 @@ def order_by_rank(
 
 def _name_for(example: ShardFile, rank: int) -> str:
     ours, theirs = f"zero_pp_rank_{rank}_", f"zero_pp_rank_{example.dp_rank or 0}_"
-    return example.name.replace(theirs, ours)
+    return plain_name(example.name).replace(theirs, ours)
 
 
 def _check_rank(

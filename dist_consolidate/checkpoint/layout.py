@@ -17,7 +17,7 @@ from typing import Literal
 
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, listing
 
-Role = Literal["model", "optim", "expert", "expert-optim", "layer", "foreign"]
+Role = Literal["model", "optim", "expert", "expert-optim", "layer"]
 
 _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("model", re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
@@ -39,8 +39,9 @@ _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = (
         "layer",
         re.compile(r"layer_(?P<layer>\d+)(-model_(?P<mp>\d+))?-model_states\.pt"),
     ),
-    ("foreign", re.compile(r".*(model|optim)_states\.pt-\d+\.\d+")),
 )
+# What checkpoint.writer hangs on a name: the writer and the number of writers.
+_WRITER = re.compile(r"(?P<plain>.*)-(?P<rank>\d+)\.(?P<count>\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class ShardFile:
         num_bytes: Size.
         layer: Number of a pipeline layer, or of the layer an expert belongs to.
         expert: Global number of an expert within its layer.
+        writer: Which writer of how many wrote it, where the name tells (``checkpoint.writer``).
     """
 
     name: str
@@ -67,6 +69,7 @@ class ShardFile:
     num_bytes: int
     layer: int | None = None
     expert: int | None = None
+    writer: tuple[int, int] | None = None
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -102,8 +105,9 @@ class TagFolder:
 
 def parse_name(name: str, num_bytes: int = 0) -> ShardFile | None:
     """Read role and ranks off a file name; ``None`` if it is no shard's name."""
+    suffix = _WRITER.fullmatch(name)
     for role, pattern in _PATTERNS:
-        match = pattern.fullmatch(name)
+        match = pattern.fullmatch(suffix["plain"] if suffix else name)
         if match:
             found = match.groupdict()
             ranks = {k: int(found[k]) for k in ("dp", "mp", "layer", "expert") if found.get(k)}
@@ -116,6 +120,7 @@ def parse_name(name: str, num_bytes: int = 0) -> ShardFile | None:
                 num_bytes=num_bytes,
                 layer=ranks.get("layer"),
                 expert=ranks.get("expert"),
+                writer=(int(suffix["rank"]), int(suffix["count"])) if suffix else None,
             )
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dist_consolidate.checkpoint import census
+from dist_consolidate.checkpoint import census, writers
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
 from dist_consolidate.checkpoint.layout import TagFolder
@@ -37,6 +37,7 @@ def read_checkpoint(
             problems found are in one message.
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
+    folder, notes = writers.settle(folder)
     census.refuse_other_kinds(folder)
     jobs = _jobs(folder)
     findings = dict(zip(jobs, run(folder, jobs), strict=True))
@@ -65,7 +66,7 @@ def read_checkpoint(
     checkpoints = [
         Assembly(part.folder, part.model, part.optims, run, request).checkpoint() for part in parts
     ]
-    checkpoint = checkpoints[0]
+    checkpoint = dataclasses.replace(checkpoints[0], notes=(*notes, *checkpoints[0].notes))
     if request.include_optimizer:
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)

@@ -53,7 +53,9 @@ class Fingerprints:
         width, state = source.dtype.itemsize_bytes, hashlib.sha256()
         ours, theirs = getattr(torch, source.dtype.name), getattr(torch, dtype.name)
         for read in sorted(fragments(source, self._groups), key=lambda part: part.at_bytes):
-            total = read.extent.num_bytes // width if read.extent else read.stop_numel
+            total = read.stop_numel - read.start_numel
+            if read.extent is not None:
+                total = read.extent.num_bytes // width
             for start in range(0, total, _CHUNK_NUMEL):
                 count = min(_CHUNK_NUMEL, total - start)
                 data = bytearray(count * width)

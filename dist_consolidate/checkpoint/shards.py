@@ -59,6 +59,7 @@ class ShardReader:
         if read.extent is not None:
             extent = read.extent
             target = buffer[read.at_bytes : read.at_bytes + extent.num_bytes]
+            assert len(target) == extent.num_bytes  # a slice would silently be shorter
             self.scatter(extent.file, extent.offset_bytes, [target])
         elif read.span is not None:
             self._fill_strided(buffer[read.at_bytes :], read)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dist_consolidate.checkpoint import testimony
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
-from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState, Shapes
+from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
+from dist_consolidate.checkpoint.transposed import column_major
 from dist_consolidate.errors import Problems
 
 # DeepSpeed pads a group to a multiple of 2 * ranks (nccl_start_alignment_factor), releases before
@@ -24,7 +26,10 @@ _MAX_PADDING_PER_RANK_NUMEL = 4
 
 
 def build(
-    model: ModelState, optims: Sequence[OptimState], problems: Problems
+    model: ModelState,
+    optims: Sequence[OptimState],
+    problems: Problems,
+    testified: dict[str, FlatSlot] | None = None,
 ) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
     """Lay out the flat groups of stages 1 and 2.
 
@@ -32,6 +37,7 @@ def build(
         model: The model states of rank 0.
         optims: The optimizer states of every rank, in rank order.
         problems: Takes what contradicts the layout.
+        testified: Takes the places that are known by the views of ``module`` alone.
 
     Returns:
         The flat groups, and the source of each tensor in them, in flat order.
@@ -46,10 +52,15 @@ def build(
         slots, end_numel = _slots(len(groups), group_shapes, padding)
         group = flat_group(f"param group {index}", parts, striped=False, problems=problems)
         _check_size(group, end_numel, len(optims), problems)
-        _check_against_module(model, group.label, slots, problems)
-        for name, slot in slots.items():
+        witness = testimony.hear(model, group.label, group_shapes, slots, problems)
+        for name, slot in witness.slots.items():
             shape = group_shapes[name]
             sources[name] = Source("fp32 partition", shape, group.dtype, slot)
+            if name in witness.transposed:
+                rows, columns = shape
+                sources[name] = column_major(group, slot.offset_numel, (rows, columns))
+        if testified is not None:
+            testified |= witness.alone
         groups.append(group)
     return tuple(groups), sources
 
@@ -132,36 +143,3 @@ def _check_size(group: FlatGroup, need_numel: int, ranks: int, problems: Problem
             f"{group.label}: the ranks hold {sum(held)} elements, but its parameters need only "
             f"{need_numel}; that is more than padding, so the recorded shapes do not describe it"
         )
-
-
-def _check_against_module(
-    model: ModelState, label: str, slots: dict[str, FlatSlot], problems: Problems
-) -> None:
-    """Compare with ``module``, whose tensors are views of the group's 16-bit twin.
-
-    Offsets testify where all of them look into one storage, not where the module was cloned before
-    saving; a transposed view is a contradiction in any case.
-    """
-    entries = {
-        name: model.module[name]
-        for name in slots
-        if model.module and name in model.module and model.module[name].span.num_numel
-    }
-    flat = len(entries) > 1 and len({entry.ref.storage.key for entry in entries.values()}) == 1
-    wrong = [n for n, entry in entries.items() if not _agrees(entry, slots[n] if flat else None)]
-    if wrong:
-        first = wrong[0]
-        entry = entries[first]
-        problems.add(
-            f"{label}: {len(wrong)} of {len(entries)} parameters lie otherwise in `module` than "
-            f"the recorded layout says; the first is {first!r}: offset {entry.ref.offset_numel}, "
-            f"stride {list(entry.ref.stride)}, expected "
-            f"offset {slots[first].offset_numel}, contiguous. "
-            "ZenFlow (0.17.5 to 0.19.6) and round-robin of before 0.4.4 write such files, which "
-            "this version does not read"
-        )
-
-
-def _agrees(entry: ModuleEntry, slot: FlatSlot | None) -> bool:
-    moved = slot is not None and entry.ref.offset_numel != slot.offset_numel
-    return entry.span.is_contiguous and not moved

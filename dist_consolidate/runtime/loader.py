@@ -57,7 +57,9 @@ def chunks(load: Load, max_bytes: int) -> Iterator[Chunk]:
     low = high = 0
     for index, row in enumerate(load.rows):
         base = load.at_bytes + index * load.phase.row_bytes
-        for whole in load.phase.reads(load.bucket, row):
+        # Blocks of a tensor come one after another, whatever places in it they fill.
+        places = sorted(load.phase.reads(load.bucket, row), key=lambda read: read.at_bytes)
+        for whole in places:
             for read, num_bytes in _split(whole, max_bytes):
                 start = base + read.at_bytes
                 if reads and start + num_bytes - low > max_bytes:
