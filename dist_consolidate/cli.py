@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import itertools
@@ -15,149 +14,16 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dist_consolidate._version import __version__
 from dist_consolidate.api import run
+from dist_consolidate.arguments import parse
 from dist_consolidate.errors import Caught, ConsolidateError, UsageError
-from dist_consolidate.options import CHOICES, INCLUDES, Options, load_config, make_options
 from dist_consolidate.runtime.control import exit_code
 from dist_consolidate.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from dist_consolidate.report import RankReport, Report
-
-_DESCRIPTION = """\
-Consolidate the ZeRO shards of a DeepSpeed run into safetensors or .bin files with every key of
-the model. Start one process, or one per GPU with torchrun:
-
-    torchrun --nproc_per_node=4 -m dist_consolidate CKPT_DIR [OUTPUT_DIR]
-"""
-_EPILOG = """\
-exit codes: 0 done, 2 usage, 3 checkpoint incomplete or unreadable, 4 not enough disk or memory,
-1 anything else
-"""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dist-consolidate",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("ckpt_dir", metavar="CKPT_DIR", help="folder DeepSpeed saved into, or a tag folder")
-    add("output_dir", metavar="OUTPUT_DIR", nargs="?", help="default: CKPT_DIR/consolidated/TAG")
-    add("-t", "--tag", metavar="TAG", help="default: what `latest` names, else the newest step")
-    add("--format", choices=CHOICES["format"], help="default: safetensors")
-    add(
-        "--dtype",
-        choices=CHOICES["dtype"],
-        help="element type of floating tensors; keep: that of the most precise copy in the "
-        "checkpoint (default: fp32)",
-    )
-    add("--max-shard-size", metavar="SIZE", help="upper bound of a file, or none (default: 5GB)")
-    add(
-        "--ties",
-        choices=CHOICES["ties"],
-        help="tied names: copy (in full; default for safetensors), drop (keep one name), alias "
-        "(share a storage; bin only, its default)",
-    )
-    add("--tie", metavar="NAME=SOURCE", action="append", help="a tie to add (repeatable)")
-    add(
-        "--allow-missing",
-        metavar="GLOB",
-        action="append",
-        help="keys that may be left out if they have no data (repeatable)",
-    )
-    add(
-        "--exclude-frozen",
-        "--exclude-frozen-parameters",
-        action="store_true",
-        help="leave frozen parameters out",
-    )
-    add(
-        "--trust-masters",
-        action="store_true",
-        help="take the fp32 masters although the 16-bit weights hold other values",
-    )
-    add(
-        "--strip-prefix",
-        metavar="PREFIX",
-        action="append",
-        help="take this off the names that begin with it (repeatable)",
-    )
-    add(
-        "--rename",
-        metavar="REGEX=REPL",
-        action="append",
-        help="change names as Python's re.sub does, after --strip-prefix; the last = parts the "
-        "two (repeatable)",
-    )
-    add(
-        "--include",
-        choices=INCLUDES,
-        action="append",
-        help="write the optimizer's states (Adam's moments), too, into `optimizer_states`",
-    )
-    add(
-        "--transport",
-        choices=CHOICES["transport"],
-        help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "
-        "gather",
-    )
-    add("--writers", metavar="N|all", help="ranks that write (default: 1; with direct: all)")
-    add(
-        "--bucket-size",
-        metavar="SIZE",
-        help="what one round moves, all ranks together (default: auto)",
-    )
-    add("--device", choices=CHOICES["device"], help="default: auto")
-    add(
-        "--io",
-        choices=CHOICES["io"],
-        help="direct transport: buffered (through the page cache), direct (past it), auto: "
-        "buffered, copied by the kernel where it can, or as the first part of a large result "
-        "turns out (default: auto)",
-    )
-    add("--dry-run", action="store_true", help="say what would be written; write nothing")
-    add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
-    add("--config", metavar="FILE.toml", help="options from a file; the command line wins")
-    add("--version", action="version", version=f"%(prog)s {__version__}")
-    return parser
-
-
-def _hyphenated(argument: str) -> str:
-    """Accept ``--max_shard_size`` for ``--max-shard-size``; values are left alone."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
-def parse(arguments: Sequence[str]) -> tuple[str, str | None, Options]:
-    """Parse a command line.
-
-    Args:
-        arguments: Without the program's name.
-
-    Returns:
-        Checkpoint folder, output folder (``None`` for the default) and options.
-
-    Raises:
-        UsageError: If a value is wrong, or the configuration file is.
-        SystemExit: From argparse, for ``--help`` and unknown options.
-    """
-    given: dict[str, Any] = vars(
-        _parser().parse_intermixed_args([_hyphenated(a) for a in arguments])
-    )
-    ckpt_dir, output_dir = given.pop("ckpt_dir"), given.pop("output_dir", None)
-    config = given.pop("config", None)
-    values = load_config(Path(config)) if config is not None else {}
-    return ckpt_dir, output_dir, make_options({**values, **given})
 
 
 def _allow_many_files() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dist_consolidate import __version__
-from dist_consolidate.cli import _summary, main, parse
+from dist_consolidate.arguments import parse
+from dist_consolidate.cli import _summary, main
 from dist_consolidate.errors import UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.report import RankReport, Report
