@@ -90,11 +90,28 @@ def train(
     Raises:
         AssertionError: If training failed or took too long; with the processes' output.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={world}", "-m", "tests.ds_train", str(out)]
-    command += [f"{run.model}:{run.stage}:{run.dtype}" for run in runs]
-    _call(command, timeout_sec)
+    arguments = [f"{run.model}:{run.stage}:{run.dtype}" for run in runs]
+    launch("tests.ds_train", [str(out), *arguments], world=world, timeout_sec=timeout_sec)
     return {str(run): _trained(out / str(run), run) for run in runs}
+
+
+def launch(
+    module: str, arguments: Sequence[str], *, world: int, timeout_sec: float = TIMEOUT_SEC
+) -> None:
+    """Run a training module under torchrun on CPU.
+
+    Args:
+        module: What to run with ``-m``.
+        arguments: For the module.
+        world: Number of processes.
+        timeout_sec: After this the processes are ended and the test fails.
+
+    Raises:
+        AssertionError: If it failed or took too long; with the processes' output.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={world}", "-m", module, *arguments]
+    _call(command, timeout_sec)
 
 
 def _call(command: Sequence[str], timeout_sec: float) -> None:
