@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, stage0, zero3, zero12
+from dist_consolidate.checkpoint import census, expert_groups, stage0, zero3, zero12
+from dist_consolidate.checkpoint.experts import Experts
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
@@ -26,6 +27,7 @@ class Assembly:
         optims: Sequence[OptimState],
         run: Runner,
         claims: Sequence[tuple[str, str]],
+        experts: Experts | None = None,
     ) -> None:
         """Set up.
 
@@ -35,7 +37,9 @@ class Assembly:
             optims: Its optimizer states, in rank order.
             run: Reads files.
             claims: Ties the user claims, as pairs of alias and source.
+            experts: The experts, which are in the model states' ``module`` already.
         """
+        self.experts = experts
         self.folder, self.model, self.optims, self.run = folder, model, optims, run
         self.claims = claims
         self.problems = Problems()
@@ -84,6 +88,11 @@ class Assembly:
             )
         if self.stage == 3:
             return zero3.build(self.model, self.optims, self.problems)
+        if self.optims and self.experts is not None:
+            path, problems = self.folder.path, self.problems
+            return expert_groups.build(
+                path, self.model, self.optims, self.experts, problems, self.notes
+            )
         if self.optims:
             return zero12.build(self.model, self.optims, self.problems)
         return (), self._stage0()
@@ -201,10 +210,12 @@ class Assembly:
 
 def _same_view(one: ModuleEntry, other: ModuleEntry | None) -> bool:
     """Whether two entries are one tensor already, by storage record; no value need be read."""
-    return other is not None and (
-        (one.ref.storage.key, one.ref.offset_numel, one.ref.shape, one.ref.stride)
-        == (other.ref.storage.key, other.ref.offset_numel, other.ref.shape, other.ref.stride)
-    )
+    return other is not None and _view(one) == _view(other)
+
+
+def _view(entry: ModuleEntry) -> tuple[object, ...]:
+    ref = entry.ref
+    return (entry.span.file, ref.storage.key, ref.offset_numel, ref.shape, ref.stride)
 
 
 def _stage(model: ModelState, optims: Sequence[OptimState]) -> int:

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate.checkpoint.archive import Archive
+from dist_consolidate.checkpoint.expert_states import (
+    ExpertFacts,
+    facts_of_model,
+    facts_of_optim,
+)
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
 from dist_consolidate.checkpoint.unpickle import ODD_TENSOR, Inert, TensorRef
@@ -55,6 +60,7 @@ class ModelState:
         mp_world_size: Model-parallel world size.
         ds_version: The DeepSpeed release that wrote it.
         parallel_degrees: Pipeline stages and tensor-parallel ranks, where recorded.
+        experts: What is recorded about experts.
     """
 
     shard: ShardFile
@@ -74,6 +80,7 @@ class ModelState:
     mp_world_size: int | None
     ds_version: str | None
     parallel_degrees: tuple[int, int] | None = None
+    experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,9 +111,9 @@ class OptimState:
         parts: This rank's slice of each flat group or sub-group: 1-D spans.
         param_shapes: As in :class:`ModelState`; releases before 0.6 keep it here.
         alignment_paddings: Elements of padding behind each parameter, group by group.
-        expert_groups: Whether a param group belongs to experts.
         step: Steps the optimizer has taken, where it says so.
         ds_version: The DeepSpeed release that wrote it.
+        experts: What is recorded about experts.
     """
 
     shard: ShardFile
@@ -116,9 +123,17 @@ class OptimState:
     parts: tuple[TensorSpan, ...]
     param_shapes: tuple[Shapes, ...] | None
     alignment_paddings: tuple[tuple[int, ...], ...] | None
-    expert_groups: bool
     step: int | None
     ds_version: str | None
+    experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of data-parallel ranks; a group of experts is shared by some of them only."""
+        sizes = self.experts.sizes or ()
+        sizes += (0,) * (len(self.partition_counts) - len(sizes))
+        pairs = zip(self.partition_counts, sizes, strict=False)
+        return max((count * (size or 1) for count, size in pairs), default=0)
 
 
 def _wrong(path: Path, what: str) -> CheckpointError:
@@ -222,10 +237,9 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         parts=tuple(_spans(archive, state[key], key)),
         param_shapes=_param_shapes(archive.path, tree),
         alignment_paddings=_paddings(archive.path, state.get("param_alignment_paddings")),
-        expert_groups=_has_experts(state.get("base_optimizer_state"))
-        or "ds_zero_partition_groups" in state,
         step=_optimizer_step(archive, state),
         ds_version=_text(tree.get("ds_version")),
+        experts=facts_of_optim(tree, state),
     )
 
 
@@ -257,12 +271,6 @@ def _paddings(path: Path, value: Any) -> tuple[tuple[int, ...], ...] | None:  # 
     if not all(type(pad) is int and pad >= 0 for group in paddings for pad in group):
         raise _wrong(path, f"param_alignment_paddings is {value!r}")
     return paddings
-
-
-def _has_experts(base_state: Any) -> bool:  # noqa: ANN401
-    groups = base_state.get("param_groups") if isinstance(base_state, Mapping) else None
-    groups = groups if isinstance(groups, list) else []
-    return any(isinstance(group, Mapping) and group.get("moe") is True for group in groups)
 
 
 def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
@@ -310,6 +318,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         mp_world_size=_integer(tree.get("mp_world_size")),
         ds_version=_text(tree.get("ds_version")),
         parallel_degrees=_degrees(tree.get("checkpoint_parallel_dimensions")),
+        experts=facts_of_model(tree),
     )
 
 
