@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, expert_groups, stage0, zero3, zero12
+from dist_consolidate.checkpoint import census, expert_groups, expert_masters, stage0, zero3, zero12
+from dist_consolidate.checkpoint.expert_masters import ExpertOptimState
 from dist_consolidate.checkpoint.experts import Experts
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
-from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState, TensorsState
+from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
@@ -104,12 +105,27 @@ class Assembly:
                 f"{self.folder.path / name}: all optimizer states are missing, and with them every "
                 f"fp32 master; {self.model.shard.name} says the run used ZeRO"
             )
-        found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
+        if self.experts is not None:
+            found = self._expert_masters(self.experts)
+        else:
+            found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
         module = self.model.module or {}
         wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
-        if not self.model.optimizer and not wide:
+        if not (found or self.model.optimizer or wide):
             self.notes.append("no fp32 masters were saved; the 16-bit weights are all there is")
         return found
+
+    def _expert_masters(self, experts: Experts) -> dict[str, Source]:
+        shards, states = self.folder.of("expert-optim"), {}
+        findings = self.run(self.folder, [Job("expert-optim", shard) for shard in shards])
+        for shard, finding in zip(shards, findings, strict=True):
+            if isinstance(finding, CheckpointError):
+                self.problems.add(str(finding))
+            elif isinstance(finding, ExpertOptimState):
+                states[shard.dp_rank or 0] = finding
+        return expert_masters.masters(
+            self.folder, self.model, experts, states, self.problems, self.notes
+        )
 
     def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
         spans, shapes = self.model.frozen or {}, self.model.frozen_shapes or {}
@@ -143,7 +159,7 @@ class Assembly:
             elif isinstance(finding, ModelState):
                 models[shard.dp_rank or 0] = finding
                 steps[shard.name] = finding.global_steps
-            elif not isinstance(finding, OptimState | TensorsState):
+            elif isinstance(finding, int | None):
                 steps[shard.name] = finding
         census.check_steps(self.folder, self.model, steps, self.problems)
         self._note_missing({shard.dp_rank for shard in others}, has_frozen)

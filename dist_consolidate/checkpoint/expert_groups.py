@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint import expert_shapes
+from dist_consolidate.checkpoint.expert_order import in_one_order
 from dist_consolidate.checkpoint.expert_values import Comparison, Layout
 from dist_consolidate.checkpoint.experts import ExpertName, Experts, parse
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
 from dist_consolidate.checkpoint.zero12 import check_size, flat_group, slots
-from dist_consolidate.errors import CheckpointError, Problems, listing
+from dist_consolidate.errors import Problems, listing
 
 _ORDERS = {
     False: "neighbouring ranks hold different experts (the default)",
@@ -49,6 +50,7 @@ def build(
     Returns:
         The flat groups, and the source of each tensor in them, in flat order.
     """
+    optims = in_one_order(optims, problems)
     kinds = _kinds(model, optims, problems)
     if problems:
         return (), {}
@@ -62,7 +64,7 @@ def build(
         else:
             layouts.append(layout)
     if not layouts:
-        _pass_on(failures[0], problems)
+        problems.extend(failures[0])
         return (), {}
     with Comparison(folder, model) as comparison:
         chosen = _choose(layouts, optims[0].experts.data_first, comparison, problems)
@@ -86,13 +88,6 @@ def members(rank: int, size: int, world: int, data_first: bool) -> range:
     """
     each = world // size
     return range(rank * each, (rank + 1) * each) if data_first else range(rank, world, size)
-
-
-def _pass_on(found: Problems, problems: Problems) -> None:
-    try:
-        found.raise_if_any("the recorded layout does not fit the data")
-    except CheckpointError as error:
-        problems.add(str(error))
 
 
 def _kinds(model: ModelState, optims: Sequence[OptimState], problems: Problems) -> list[int]:

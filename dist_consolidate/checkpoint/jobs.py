@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from dist_consolidate.checkpoint.archive import scan_integer
+from dist_consolidate.checkpoint.expert_masters import ExpertOptimState, read_expert_optim
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.states import (
     ModelState,
@@ -21,14 +22,14 @@ from dist_consolidate.checkpoint.states import (
 )
 from dist_consolidate.errors import Caught, CheckpointError
 
-Finding = ModelState | OptimState | TensorsState | int | None | CheckpointError
+Finding = ModelState | OptimState | TensorsState | ExpertOptimState | int | None | CheckpointError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
     """One file to read, and what for: states, a bare state dict, or only the step."""
 
-    kind: Literal["model", "optim", "tensors", "step"]
+    kind: Literal["model", "optim", "tensors", "expert-optim", "step"]
     shard: ShardFile
 
 
@@ -46,6 +47,8 @@ def run_job(folder: TagFolder, job: Job) -> Finding:
             finding = read_optim_state(folder.path, job.shard)
         elif job.kind == "tensors":
             finding = read_tensors(folder.path, job.shard)
+        elif job.kind == "expert-optim":
+            finding = read_expert_optim(folder.path, job.shard)
         else:
             finding = scan_integer(path, "global_steps")
     error = caught.error

@@ -147,8 +147,15 @@ def _integer(value: Any) -> int | None:  # noqa: ANN401 - whatever the pickle ho
     return value if type(value) is int else None
 
 
-def _as_mapping(value: Any) -> Mapping[Any, Any] | None:  # noqa: ANN401
-    """Accept a mapping, and what stands for an object of a foreign subclass of dict."""
+def as_mapping(value: Any) -> Mapping[Any, Any] | None:  # noqa: ANN401
+    """Accept a mapping, and what stands for an object of a foreign subclass of dict.
+
+    Args:
+        value: Whatever the pickle holds.
+
+    Returns:
+        The mapping, or ``None`` if it is none.
+    """
     if isinstance(value, Inert) and not value.args and value.state is None:
         pairs = [item for item in value.items if isinstance(item, tuple) and len(item) == 2]
         return dict(pairs) if len(pairs) == len(value.items) else None
@@ -160,7 +167,7 @@ def _text(value: Any) -> str | None:  # noqa: ANN401
 
 
 def _shape_map(path: Path, value: Any, what: str) -> Shapes:  # noqa: ANN401
-    value = _as_mapping(value)
+    value = as_mapping(value)
     if value is None:
         raise _wrong(path, f"{what} is no mapping of names to shapes")
     shapes = {}
@@ -177,7 +184,7 @@ def _param_shapes(path: Path, tree: Mapping[str, Any]) -> tuple[Shapes, ...] | N
     value = tree.get("param_shapes")
     if value is None:
         return None
-    single = _as_mapping(value)
+    single = as_mapping(value)
     groups = value if single is None else [single]
     if not isinstance(groups, list | tuple):
         raise _wrong(path, f"param_shapes is a {type(value).__name__}")
@@ -193,7 +200,18 @@ def _spans(archive: Archive, value: Any, what: str) -> Iterator[TensorSpan]:  # 
         yield archive.span(tensor)
 
 
-def _state_of(archive: Archive) -> Mapping[str, Any]:
+def state_of(archive: Archive) -> Mapping[str, Any]:
+    """Give a file's dictionary.
+
+    Args:
+        archive: The file.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        CheckpointError: If it is no dictionary.
+    """
     if not isinstance(archive.tree, Mapping):
         kind = type(archive.tree).__name__
         raise _wrong(archive.path, f"holds a {kind}, expected a dictionary of states")
@@ -214,8 +232,8 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         CheckpointError: If the file is damaged or is no ZeRO optimizer state.
     """
     archive = Archive(folder / shard.name)
-    tree = _state_of(archive)
-    state = _as_mapping(tree.get("optimizer_state_dict"))
+    tree = state_of(archive)
+    state = as_mapping(tree.get("optimizer_state_dict"))
     if state is None:
         raise _wrong(archive.path, "has no optimizer_state_dict")
     striped = "fp32_flat_groups" in state
@@ -287,15 +305,15 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         CheckpointError: If the file is damaged or is no model state.
     """
     archive = Archive(folder / shard.name)
-    tree = _state_of(archive)
+    tree = state_of(archive)
     if "module" not in tree:
         raise _wrong(archive.path, "has no `module`")
     module, odd = _module(archive, tree["module"])
     names, shared = tree.get("buffer_names"), tree.get("shared_params")
-    frozen = _as_mapping(tree.get("frozen_param_fragments"))
+    frozen = as_mapping(tree.get("frozen_param_fragments"))
     frozen_shapes = tree.get("frozen_param_shapes")
     zero = _zero_config(tree.get("ds_config"))
-    masters, flat = _masters(archive, tree.get("optimizer"))
+    masters, flat = fp32_masters(archive, tree.get("optimizer"))
     return ModelState(
         shard=shard,
         module=module,
@@ -336,12 +354,12 @@ def read_tensors(folder: Path, shard: ShardFile) -> TensorsState:
         CheckpointError: If the file is damaged or holds something else.
     """
     archive = Archive(folder / shard.name)
-    entries, odd = _module(archive, _state_of(archive))
+    entries, odd = _module(archive, state_of(archive))
     return TensorsState(shard, entries or {}, odd)
 
 
 def _degrees(value: Any) -> tuple[int, int] | None:  # noqa: ANN401
-    value = _as_mapping(value) or {}
+    value = as_mapping(value) or {}
     pair = (_integer(value.get("pp_degree")), _integer(value.get("tp_degree")))
     return (pair[0], pair[1]) if pair[0] and pair[1] else None
 
@@ -352,7 +370,7 @@ def _module(
 ) -> tuple[dict[str, ModuleEntry] | None, dict[str, str]]:
     if value is None:
         return None, {}
-    value = _as_mapping(value)
+    value = as_mapping(value)
     if value is None:
         raise _wrong(archive.path, "`module` is no state dict")
     entries, odd = {}, {}
@@ -408,7 +426,7 @@ def _names(path: Path, value: Any) -> frozenset[str] | None:  # noqa: ANN401
 
 
 def _pairs(path: Path, value: Any) -> dict[str, str] | None:  # noqa: ANN401
-    value = _as_mapping(value)
+    value = as_mapping(value)
     if value is None:
         return None
     if not all(isinstance(name, str) for pair in value.items() for name in pair):
@@ -416,12 +434,20 @@ def _pairs(path: Path, value: Any) -> dict[str, str] | None:  # noqa: ANN401
     return dict(value)
 
 
-def _masters(
+def fp32_masters(
     archive: Archive,
     optimizer: Any,  # noqa: ANN401
 ) -> tuple[tuple[tuple[TensorSpan, ...], ...] | None, bool]:
-    """Find stage 0's fp32 masters: flat groups (fused) or lists of shaped tensors (unfused)."""
-    optimizer = _as_mapping(optimizer)
+    """Find stage 0's fp32 masters: flat groups (fused) or lists of shaped tensors (unfused).
+
+    Args:
+        archive: The file.
+        optimizer: Its optimizer's state dict.
+
+    Returns:
+        The masters, group by group (``None`` without an optimizer), and whether they are flat.
+    """
+    optimizer = as_mapping(optimizer)
     if optimizer is None:
         return None, False
     flat = optimizer.get("fp32_groups_flat")
