@@ -80,7 +80,7 @@ def experts(
     def layer() -> nn.Module:
         expert = make(inner, **kwargs) if make is Expert else make()
         return MoE(
-            WIDTH, expert, num_experts=count, ep_size=size, k=1, capacity_factor=8.0,
+            WIDTH, expert, num_experts=count, ep_size=size, k=1, capacity_factor=2.0,
             use_residual=residual, noisy_gate_policy=None, use_rts=False,
         )  # fmt: skip
 

@@ -11,22 +11,18 @@ Sources: DeepSpeed's ``utils/groups.py`` (``_create_expert_and_data_parallel``) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint import expert_shapes
+from dist_consolidate.checkpoint.expert_choice import ORDERS, Choice
 from dist_consolidate.checkpoint.expert_order import in_one_order
-from dist_consolidate.checkpoint.expert_values import Comparison, Layout
+from dist_consolidate.checkpoint.expert_values import END_NUMEL, Comparison, Layout
 from dist_consolidate.checkpoint.experts import ExpertName, Experts, parse
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
 from dist_consolidate.checkpoint.zero12 import check_size, flat_group, slots
-from dist_consolidate.errors import Problems, listing
-
-_ORDERS = {
-    False: "neighbouring ranks hold different experts (the default)",
-    True: "neighbouring ranks hold the same experts (use_data_before_expert_parallelism)",
-}
+from dist_consolidate.errors import Problems
 
 
 def build(
@@ -55,22 +51,27 @@ def build(
     if problems:
         return (), {}
     orders = [False, True] if any(1 < size < len(optims) for size in kinds) else [False]
-    layouts, failures = [], []
+    layouts, failures = [], {}
     for order in orders:
         found = Problems()
         layout = _Builder(model, optims, experts, kinds, order, found).layout()
         if found:
-            failures.append(found)
+            failures[order] = found
         else:
             layouts.append(layout)
-    if not layouts:
-        problems.extend(failures[0])
+    recorded = optims[0].experts.data_first
+    if not layouts or recorded in failures:
+        problems.extend(failures[recorded if recorded in failures else orders[0]])
         return (), {}
     with Comparison(folder, model) as comparison:
-        chosen = _choose(layouts, optims[0].experts.data_first, comparison, problems)
-    if chosen is None:
-        return (), {}
-    _note(chosen, kinds, len(optims), comparison, notes)
+        choice = Choice(model, layouts, optims[0], comparison, problems)
+        chosen = choice.layout()
+        if chosen is None:
+            return (), {}
+        _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
+        _note_rest(chosen, experts, notes)
+        if model.shared_params is None:
+            _note_alike(comparison.alike(chosen), notes)
     return chosen.groups, chosen.sources
 
 
@@ -116,7 +117,7 @@ def _kinds(model: ModelState, optims: Sequence[OptimState], problems: Problems) 
                 f"{path}: param group {index} has experts and other parameters, or is marked "
                 "otherwise than its names say"
             )
-        elif world % count or (not is_expert and count != world and group):
+        elif count < 1 or world % count or (not is_expert and count != world and group):
             problems.add(
                 f"{path}: param group {index} is shared out over {count} of {world} ranks, which "
                 "is no whole number of expert-parallel ranks"
@@ -211,63 +212,42 @@ class _Builder:
         return name.numbered(rank * each + name.number)
 
 
-def _choose(
-    layouts: Sequence[Layout],
-    recorded: bool | None,
-    comparison: Comparison,
-    problems: Problems,
-) -> Layout | None:
-    """Take the order that is recorded if the values agree; without a record, the values decide."""
-    wrong = {item.data_first: comparison.differing(item.groups, item.sources) for item in layouts}
-    fits = [item for item in layouts if not wrong[item.data_first]]
-    if recorded is not None:
-        asked = [item for item in layouts if item.data_first == recorded or len(layouts) == 1]
-        if asked and asked[0] in fits:
-            return asked[0]
-        hint = f"; they fit if {_ORDERS[fits[0].data_first]}" if fits else ""
-        names = wrong[asked[0].data_first] if asked else ()
-        _refuse(names, f"if {_ORDERS[recorded]}, as the configuration says{hint}", problems)
-        return None
-    if len(fits) == 1 or (fits and comparison.same(fits)):
-        return fits[0]
-    if fits:
-        whole = [x for x in fits if not comparison.differing(x.groups, x.sources, whole=True)]
-        if len(whole) == 1:
-            return whole[0]
-        problems.add(
-            "the order of the ranks is not recorded, and the experts are so alike that their "
-            "values do not tell it; the run's ds_config was no dictionary"
-        )
-        return None
-    first = layouts[0]
-    _refuse(wrong[first.data_first], "in any order of the ranks", problems)
-    return None
-
-
-def _refuse(names: Sequence[str], condition: str, problems: Problems) -> None:
-    problems.add(
-        listing(
-            f"{len(names)} tensors of experts have other values in their expert files than in the "
-            f"fp32 partitions (rounded), {condition}; a file was exchanged, or is of another save",
-            names,
-        )
-    )
-
-
-def _note(
-    chosen: Layout,
-    kinds: Sequence[int],
-    world: int,
-    comparison: Comparison,
-    notes: list[str],
+def _note_compared(
+    chosen: Layout, kinds: Sequence[int], world: int, unseen: Sequence[str], notes: list[str]
 ) -> None:
     held = sum(parse(name) is not None for name in chosen.sources)
     sizes = sorted({size for size in kinds if size})
     if not sizes:
         return
-    order = f"; {_ORDERS[chosen.data_first]}" if any(1 < s < world for s in sizes) else ""
-    notes.append(
+    order = f"; {ORDERS[chosen.data_first]}" if any(1 < s < world for s in sizes) else ""
+    text = (
         f"{held} tensors of experts come from fp32 partitions (expert-parallel size "
-        f"{', '.join(map(str, sizes))} of {world} ranks{order}); the first and last "
-        f"{comparison.end_numel} elements of each were found to be those of its expert file"
+        f"{', '.join(map(str, sizes))} of {world} ranks{order}); the first and last {END_NUMEL} "
+        "elements of each were found to be those of its expert file"
     )
+    if unseen:
+        text += f", except {len(unseen)} whose shards rank 0 does not see"
+    notes.append(text)
+
+
+def _note_alike(alike: Mapping[str, str], notes: list[str]) -> None:
+    for name, holder in alike.items():
+        notes.append(
+            f"{name} has no fp32 master, but the values of {holder}, rounded; this release does "
+            f"not record ties: if they are one parameter, --tie {name}={holder} gives it the fp32 "
+            "values"
+        )
+
+
+def _note_rest(chosen: Layout, experts: Experts, notes: list[str]) -> None:
+    rest = [
+        name
+        for name, entry in experts.entries.items()
+        if name not in chosen.sources and entry.span.num_numel
+    ]
+    if rest:
+        notes.append(
+            f"{len(rest)} tensors of experts have no fp32 partition (frozen, buffers, tied, or "
+            f"never given to the optimizer); unless tied, they come from the expert files as they "
+            f"are there, the first is {rest[0]}"
+        )

@@ -168,7 +168,7 @@ def with_experts(model: ModelState, experts: Experts) -> ModelState:
         frozen=None
         if frozen is None
         else spread.mapping(frozen, {n: e.span for n, e in experts.entries.items()}),
-        shared_params=spread.ties(model.shared_params or {}),
+        shared_params=None if model.shared_params is None else spread.ties(model.shared_params),
     )
 
 
@@ -183,7 +183,11 @@ class _Census:
         """Note what is missing, surplus or there twice."""
         found: dict[int | None, dict[int, ShardFile]] = {}
         for shard in self.shards:
-            found.setdefault(shard.layer, {})[shard.expert or 0] = shard
+            other = found.setdefault(shard.layer, {}).setdefault(shard.expert or 0, shard)
+            if other is not shard:
+                self.problems.add(
+                    f"{self.folder.path / shard.name}: is the same expert as {other.name}; keep one"
+                )
         counts = self._counts(found)
         for layer, count in counts.items():
             for number in sorted(set(range(count)) - set(found.get(layer, {}))):
