@@ -2,7 +2,8 @@
 
 Run under torchrun: ``python -m torch.distributed.run ... -m tests.ds_experts OUT RUN...``, where a
 RUN is ``MODEL:STAGE:DTYPE[:OPTION...]``; options are ``before`` (data before expert parallelism),
-``elastic`` and ``round`` (round robin gradients). Each leaves ``ckpt`` and ``truth.pt`` in a folder
+``elastic``, ``round`` (round robin gradients) and ``shuffle`` (odd ranks have the param groups of
+experts in another order, as Python's hashing of strings may bring about). Each leaves ``ckpt`` and ``truth.pt`` in a folder
 named like the run, with ``-`` for ``:``. The truth is gathered from all ranks, under the experts'
 global numbers.
 """
@@ -149,7 +150,7 @@ def global_name(name: str, starts: dict[str, int]) -> str:
     return f"{match[1]}{int(match[2]) + start}{match[3]}"
 
 
-def live_truth(engine: Any, stage: int) -> dict[str, Tensor]:
+def live_truth(engine: Any, stage: int) -> dict[str, Any]:
     """Every key of the model on this rank with its value, experts under their global numbers."""
     model = engine.module
     starts = {
@@ -158,10 +159,19 @@ def live_truth(engine: Any, stage: int) -> dict[str, Tensor]:
         if isinstance(layer, MoE)
     }
     values = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    masters = masters_of(engine, stage)
+    masters, names = masters_of(engine, stage), {}
     for name, param in model.named_parameters(remove_duplicate=False):
         values[name] = masters.get(id(param), values[name]).float()
-    return {global_name(name, starts): value.float().clone() for name, value in values.items()}
+        names.setdefault(id(param), []).append(global_name(name, starts))
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    return {
+        "fp32": {
+            global_name(name, starts): value.float().clone() for name, value in values.items()
+        },
+        "ties": [tied for tied in names.values() if len(tied) > 1],
+        "frozen": [global_name(name, starts) for name in frozen],
+        "buffers": [global_name(name, starts) for name, _ in model.named_buffers()],
+    }
 
 
 def masters_of(engine: Any, stage: int) -> dict[int, Tensor]:
@@ -217,9 +227,12 @@ def run(out: Path, text: str) -> None:
     wanted = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(
         param_groups(model)
     )
+    wanted = [group for group in wanted if group["params"]]
+    if "shuffle" in options and dist.get_rank() % 2:
+        wanted.sort(key=lambda group: -int(group["name"][8:]) if group.get("moe") else -99)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=[group for group in wanted if group["params"]],
+        model_parameters=wanted,
         config=engine_config(int(stage), dtype, options),
     )
     train(engine, dtype)
@@ -227,14 +240,21 @@ def run(out: Path, text: str) -> None:
     truths: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(truths, live_truth(engine, int(stage)))
     if torch.distributed.get_rank() == 0:
-        merged: dict[str, Tensor] = {}
-        for truth in truths:
-            for key, value in truth.items():
-                if not torch.equal(merged.setdefault(key, value), value):
-                    raise RuntimeError(f"{text}: the ranks disagree about {key}")
-        torch.save({"fp32": merged}, folder / "truth.pt")
+        torch.save(merged(text, truths), folder / "truth.pt")
     if hasattr(engine, "destroy"):
         engine.destroy()
+
+
+def merged(text: str, truths: list[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' truths; what several have must be the same."""
+    whole: dict[str, Any] = {"fp32": {}, "ties": [], "frozen": [], "buffers": []}
+    for truth in truths:
+        for key, value in truth["fp32"].items():
+            if not torch.equal(whole["fp32"].setdefault(key, value), value):
+                raise RuntimeError(f"{text}: the ranks disagree about {key}")
+        for what in ("ties", "frozen", "buffers"):
+            whole[what] += [item for item in truth[what] if item not in whole[what]]
+    return whole
 
 
 def main(out: str, *runs: str) -> None:

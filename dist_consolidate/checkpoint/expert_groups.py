@@ -62,6 +62,11 @@ def build(
     recorded = optims[0].experts.data_first
     if not layouts or recorded in failures:
         problems.extend(failures[recorded if recorded in failures else orders[0]])
+        if layouts and recorded is not None:
+            problems.add(
+                f"the sizes of the parts do not fit if {ORDERS[recorded]}, as the configuration "
+                f"says; they fit if {ORDERS[not recorded]}"
+            )
         return (), {}
     with Comparison(folder, model) as comparison:
         choice = Choice(model, layouts, optims[0], comparison, problems)
