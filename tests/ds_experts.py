@@ -3,9 +3,9 @@
 Run under torchrun: ``python -m torch.distributed.run ... -m tests.ds_experts OUT RUN...``, where a
 RUN is ``MODEL:STAGE:DTYPE[:OPTION...]``; options are ``before`` (data before expert parallelism),
 ``elastic``, ``round`` (round robin gradients) and ``shuffle`` (odd ranks have the param groups of
-experts in another order, as Python's hashing of strings may bring about). Each leaves ``ckpt`` and ``truth.pt`` in a folder
-named like the run, with ``-`` for ``:``. The truth is gathered from all ranks, under the experts'
-global numbers.
+experts in another order, as Python's hashing of strings may bring about). Each leaves ``ckpt`` and
+``truth.pt`` in a folder named like the run, with ``-`` for ``:``. The truth is gathered from all
+ranks, under the experts' global numbers.
 """
 
 from __future__ import annotations

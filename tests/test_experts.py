@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -227,7 +228,7 @@ def test_names_are_taken_apart() -> None:
 def test_the_members_share_out_the_world(size: int, world: int, data_first: bool) -> None:
     """Every rank belongs to one expert-parallel rank, as DeepSpeed's process groups have it."""
     found = [list(members(rank, size, world, data_first)) for rank in range(size)]
-    assert sorted(sum(found, [])) == list(range(world))
+    assert sorted(itertools.chain(*found)) == list(range(world))
     for rank in range(world):
         own = rank // (world // size) if data_first else rank % size
         assert rank in found[own]
