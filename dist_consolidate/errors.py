@@ -97,6 +97,10 @@ class Problems:
         """Note one problem (a sentence without a trailing newline)."""
         self._messages.append(message)
 
+    def extend(self, others: Problems) -> None:
+        """Take over what others noted."""
+        self._messages += others._messages
+
     def __bool__(self) -> bool:
         """Tell whether anything was noted."""
         return bool(self._messages)

@@ -16,12 +16,11 @@ from torch import Tensor
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 MAX_DIFFERENCES_SHOWN = 8
 
-Layout = Literal["plain", "tensor_parallel", "pipeline", "experts"]
+Layout = Literal["plain", "tensor_parallel", "pipeline"]
 
 _LAYOUTS: Mapping[str, Layout] = {
     "tp": "tensor_parallel",
     "pipeline": "pipeline",
-    "moe": "experts",
 }
 
 

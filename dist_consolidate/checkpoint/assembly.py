@@ -7,7 +7,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, stage0, testimony, witness, zero3, zero12
+from dist_consolidate.checkpoint import (
+    census,
+    expert_groups,
+    expert_masters,
+    stage0,
+    testimony,
+    witness,
+    zero3,
+    zero12,
+)
+from dist_consolidate.checkpoint.expert_masters import ExpertOptimState
+from dist_consolidate.checkpoint.experts import Experts
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
@@ -27,6 +38,7 @@ class Assembly:
         optims: Sequence[OptimState],
         run: Runner,
         request: Request,
+        experts: Experts | None = None,
     ) -> None:
         """Set up.
 
@@ -36,7 +48,9 @@ class Assembly:
             optims: Its optimizer states, in rank order.
             run: Reads files.
             request: What the user asks for.
+            experts: The experts, which are in the model states' ``module`` already.
         """
+        self.experts = experts
         self.folder, self.model, self.optims, self.run = folder, model, optims, run
         self.request = request
         self.problems = Problems()
@@ -88,6 +102,11 @@ class Assembly:
             )
         if self.stage == 3:
             return zero3.build(self.model, self.optims, self.problems)
+        if self.optims and self.experts is not None:
+            path, problems = self.folder.path, self.problems
+            return expert_groups.build(
+                path, self.model, self.optims, self.experts, problems, self.notes
+            )
         if self.optims:
             return self._zero12()
         return (), self._stage0()
@@ -108,10 +127,13 @@ class Assembly:
                 f"{self.folder.path / name}: all optimizer states are missing, and with them every "
                 f"fp32 master; {self.model.shard.name} says the run used ZeRO"
             )
-        found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
+        if self.experts is not None:
+            found = self._expert_masters(self.experts)
+        else:
+            found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
         module = self.model.module or {}
         wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
-        if not self.model.optimizer and not wide:
+        if not (found or self.model.optimizer or wide):
             self.notes.append("no fp32 masters were saved; the 16-bit weights are all there is")
         return found
 
@@ -134,6 +156,18 @@ class Assembly:
             f"{self.folder.path}: {what}. The files are of different saves, the layout is not what "
             "is recorded, or the weights were changed after the last step (an average, a "
             "quantization); if so, and the masters are what you want, pass --trust-masters"
+        )
+
+    def _expert_masters(self, experts: Experts) -> dict[str, Source]:
+        shards, states = self.folder.of("expert-optim"), {}
+        findings = self.run(self.folder, [Job("expert-optim", shard) for shard in shards])
+        for shard, finding in zip(shards, findings, strict=True):
+            if isinstance(finding, CheckpointError):
+                self.problems.add(str(finding))
+            elif isinstance(finding, ExpertOptimState):
+                states[shard.dp_rank or 0] = finding
+        return expert_masters.masters(
+            self.folder, self.model, experts, states, self.problems, self.notes
         )
 
     def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
@@ -235,10 +269,12 @@ class Assembly:
 
 def _same_view(one: ModuleEntry, other: ModuleEntry | None) -> bool:
     """Whether two entries are one tensor already, by storage record; no value need be read."""
-    return other is not None and (
-        (one.ref.storage.key, one.ref.offset_numel, one.ref.shape, one.ref.stride)
-        == (other.ref.storage.key, other.ref.offset_numel, other.ref.shape, other.ref.stride)
-    )
+    return other is not None and _view(one) == _view(other)
+
+
+def _view(entry: ModuleEntry) -> tuple[object, ...]:
+    ref = entry.ref
+    return (entry.span.file, ref.storage.key, ref.offset_numel, ref.shape, ref.stride)
 
 
 def _stage(model: ModelState, optims: Sequence[OptimState]) -> int:

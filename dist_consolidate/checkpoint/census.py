@@ -19,13 +19,8 @@ def refuse_other_kinds(folder: TagFolder) -> None:
         folder: The shards.
 
     Raises:
-        UnsupportedLayoutError: For expert and pipeline checkpoints.
+        UnsupportedLayoutError: For pipeline checkpoints.
     """
-    if folder.of("expert"):
-        raise UnsupportedLayoutError(
-            f"{folder.path}: is an expert-parallel (MoE) checkpoint ({folder.of('expert')[0].name} "
-            "holds an expert); this version does not read those"
-        )
     if folder.of("layer"):
         raise UnsupportedLayoutError(
             f"{folder.path}: is a pipeline-parallel checkpoint ({folder.of('layer')[0].name} holds "
@@ -108,7 +103,7 @@ def order_by_rank(
     for state in states:
         by_rank.setdefault(state.shard.dp_rank or 0, []).append(state)
     first = by_rank[min(by_rank)][0]
-    ranks = max(first.partition_counts, default=0)
+    ranks = first.num_ranks
     if ranks < 1:
         problems.add(f"{folder.path / first.shard.name}: records no partition_count")
         ranks = len(by_rank)
@@ -134,7 +129,7 @@ def _check_rank(
         names = " and ".join(state.shard.name for state in found)
         problems.add(f"{path}: rank {rank} is there {len(found)} times: {names}; keep one")
     for state in found:
-        count = max(state.partition_counts, default=ranks)
+        count = state.num_ranks or ranks
         if rank >= ranks:
             problems.add(
                 f"{path / state.shard.name}: is surplus: rank {rank}, but rank 0 was saved by a "

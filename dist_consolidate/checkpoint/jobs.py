@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from dist_consolidate.checkpoint.archive import scan_integer
+from dist_consolidate.checkpoint.expert_masters import ExpertOptimState, read_expert_optim
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.optimizer import BaseOptimizer, read_base_optimizer
 from dist_consolidate.checkpoint.states import (
@@ -22,14 +23,23 @@ from dist_consolidate.checkpoint.states import (
 )
 from dist_consolidate.errors import Caught, CheckpointError
 
-Finding = ModelState | OptimState | TensorsState | BaseOptimizer | int | None | CheckpointError
+Finding = (
+    ModelState
+    | OptimState
+    | TensorsState
+    | BaseOptimizer
+    | ExpertOptimState
+    | int
+    | None
+    | CheckpointError
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
     """One file to read, and what for: states, a bare state dict, the optimizer's own, or a step."""
 
-    kind: Literal["model", "optim", "tensors", "optimizer", "step"]
+    kind: Literal["model", "optim", "tensors", "optimizer", "expert-optim", "step"]
     shard: ShardFile
 
 
@@ -49,6 +59,8 @@ def run_job(folder: TagFolder, job: Job) -> Finding:
             finding = read_tensors(folder.path, job.shard)
         elif job.kind == "optimizer":
             finding = read_base_optimizer(folder.path, job.shard)
+        elif job.kind == "expert-optim":
+            finding = read_expert_optim(folder.path, job.shard)
         else:
             finding = scan_integer(path, "global_steps")
     error = caught.error

@@ -28,7 +28,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = (
             r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"
         ),
     ),
-    ("expert-optim", re.compile(r"expp_rank_\d+_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
+    ("expert-optim", re.compile(r"expp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
     (
         "expert",
         re.compile(
@@ -51,7 +51,8 @@ class ShardFile:
     Attributes:
         name: File name inside the tag folder.
         role: What it holds.
-        dp_rank: Data-parallel rank, or ``None`` where the name has none (then rank 0 wrote it).
+        dp_rank: Data-parallel rank, or ``None`` where the name has none (then rank 0 wrote it); of
+            experts' optimizer states without ZeRO the expert-parallel rank.
         mp_rank: Model-parallel index of the name (0 where the name has none); of a pipeline
             layer its tensor-parallel rank.
         prefix: ``bf16_``, ``fp16_`` or nothing.

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from dist_consolidate.checkpoint import census, writers
 from dist_consolidate.checkpoint.assembly import Assembly
+from dist_consolidate.checkpoint.experts import Experts, gather, refuse_kinds, with_experts
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.moments import with_moments
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
 from dist_consolidate.checkpoint.request import Request
-from dist_consolidate.checkpoint.states import ModelState, OptimState
+from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 _PLAIN = Request()
@@ -64,7 +65,8 @@ def read_checkpoint(
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
     checkpoints = [
-        Assembly(part.folder, part.model, part.optims, run, request).checkpoint() for part in parts
+        Assembly(part.folder, part.model, part.optims, run, request, part.experts).checkpoint()
+        for part in parts
     ]
     checkpoint = dataclasses.replace(checkpoints[0], notes=(*notes, *checkpoints[0].notes))
     if request.include_optimizer:
@@ -81,17 +83,19 @@ class _Part:
         folder: The tag folder with their shards only.
         model: Model states of the first of them.
         optims: Their optimizer states, in rank order.
+        experts: Their experts, if the model has any.
     """
 
     folder: TagFolder
     model: ModelState
     optims: Sequence[OptimState]
+    experts: Experts | None
 
 
 def _only_part(folder: TagFolder, parts: Sequence[_Part]) -> _Part:
     """Refuse optimizer states that are spread over more than data-parallel ranks."""
     part = parts[0]
-    if len(parts) > 1 or any(optim.expert_groups for optim in part.optims):
+    if len(parts) > 1 or part.experts is not None:
         raise UnsupportedLayoutError(
             f"{folder.path}: is a model- or expert-parallel checkpoint, whose optimizer states "
             "this version does not read; consolidate without --include optimizer"
@@ -103,7 +107,8 @@ def _jobs(folder: TagFolder) -> list[Job]:
     """List what is always read; the model states of rank 0 come first."""
     primary = census.primary_model(folder, 0)
     models = [primary, *(s for s in folder.of("model") if not s.dp_rank and s.mp_rank)]
-    return [Job("model", s) for s in models] + [Job("optim", s) for s in folder.of("optim")]
+    jobs = [Job("model", s) for s in models] + [Job("optim", s) for s in folder.of("optim")]
+    return jobs + [Job("tensors", s) for s in folder.of("expert")]
 
 
 def _part(
@@ -121,11 +126,24 @@ def _part(
         raise model
     found = {shard: findings[Job("optim", shard)] for shard in mine.of("optim")}
     states = [finding for finding in found.values() if isinstance(finding, OptimState)]
-    if any(state.expert_groups for state in states):
-        raise UnsupportedLayoutError(
-            f"{folder.path}: is an expert-parallel (MoE) checkpoint (a param group belongs to "
-            "experts); this version does not read those"
-        )
     damaged = {s.dp_rank or 0 for s, error in found.items() if isinstance(error, CheckpointError)}
     ordered = census.order_by_rank(mine, states, problems, damaged) if states else []
-    return _Part(mine, model, ordered)
+    experts = _experts(mine, model, findings, grid, problems)
+    return _Part(mine, model if experts is None else with_experts(model, experts), ordered, experts)
+
+
+def _experts(
+    folder: TagFolder,
+    model: ModelState,
+    findings: Mapping[Job, Finding],
+    grid: Grid,
+    problems: Problems,
+) -> Experts | None:
+    """Put the experts of one model-parallel index together, if the model has any."""
+    optims = [f for f in findings.values() if isinstance(f, OptimState) and f.experts.has_groups]
+    shards = folder.of("expert")
+    if not (shards or optims or model.experts.num_experts or model.experts.is_auto):
+        return None
+    refuse_kinds(folder, model, optims, grid)
+    found = [findings[Job("tensors", shard)] for shard in shards]
+    return gather(folder, model, [f for f in found if isinstance(f, TensorsState)], problems)

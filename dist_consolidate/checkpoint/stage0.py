@@ -177,7 +177,8 @@ def trainable(model: ModelState) -> tuple[list[str], list[ModuleEntry]]:
     """
     first: dict[tuple[object, ...], str] = {}
     for name, entry in (model.module or {}).items():
-        first.setdefault((entry.ref.storage.key, entry.ref.offset_numel, entry.ref.shape), name)
+        own = (entry.span.file, entry.ref.storage.key, entry.ref.offset_numel, entry.ref.shape)
+        first.setdefault(own, name)
     buffers = model.buffer_names or frozenset()
     entries = {name: (model.module or {})[name] for name in first.values() if name not in buffers}
     kept = [n for n, e in entries.items() if e.span.num_numel and e.span.dtype.is_floating]

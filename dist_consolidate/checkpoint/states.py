@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate.checkpoint.archive import Archive
+from dist_consolidate.checkpoint.expert_states import (
+    ExpertFacts,
+    facts_of_model,
+    facts_of_optim,
+)
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile, parse_name
 from dist_consolidate.checkpoint.unpickle import ODD_TENSOR, Inert, TensorRef
@@ -55,6 +60,7 @@ class ModelState:
         mp_world_size: Model-parallel world size.
         ds_version: The DeepSpeed release that wrote it.
         parallel_degrees: Pipeline stages and tensor-parallel ranks, where recorded.
+        experts: What is recorded about experts.
     """
 
     shard: ShardFile
@@ -74,6 +80,7 @@ class ModelState:
     mp_world_size: int | None
     ds_version: str | None
     parallel_degrees: tuple[int, int] | None = None
+    experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,9 +111,9 @@ class OptimState:
         parts: This rank's slice of each flat group or sub-group: 1-D spans.
         param_shapes: As in :class:`ModelState`; releases before 0.6 keep it here.
         alignment_paddings: Elements of padding behind each parameter, group by group.
-        expert_groups: Whether a param group belongs to experts.
         step: Steps the optimizer has taken, where it says so.
         ds_version: The DeepSpeed release that wrote it.
+        experts: What is recorded about experts.
     """
 
     shard: ShardFile
@@ -116,9 +123,17 @@ class OptimState:
     parts: tuple[TensorSpan, ...]
     param_shapes: tuple[Shapes, ...] | None
     alignment_paddings: tuple[tuple[int, ...], ...] | None
-    expert_groups: bool
     step: int | None
     ds_version: str | None
+    experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of data-parallel ranks; a group of experts is shared by some of them only."""
+        sizes = self.experts.sizes or ()
+        sizes += (0,) * (len(self.partition_counts) - len(sizes))
+        pairs = zip(self.partition_counts, sizes, strict=False)
+        return max((count * (size or 1) for count, size in pairs), default=0)
 
 
 def _wrong(path: Path, what: str) -> CheckpointError:
@@ -132,8 +147,15 @@ def _integer(value: Any) -> int | None:  # noqa: ANN401 - whatever the pickle ho
     return value if type(value) is int else None
 
 
-def _as_mapping(value: Any) -> Mapping[Any, Any] | None:  # noqa: ANN401
-    """Accept a mapping, and what stands for an object of a foreign subclass of dict."""
+def as_mapping(value: Any) -> Mapping[Any, Any] | None:  # noqa: ANN401
+    """Accept a mapping, and what stands for an object of a foreign subclass of dict.
+
+    Args:
+        value: Whatever the pickle holds.
+
+    Returns:
+        The mapping, or ``None`` if it is none.
+    """
     if isinstance(value, Inert) and not value.args and value.state is None:
         pairs = [item for item in value.items if isinstance(item, tuple) and len(item) == 2]
         return dict(pairs) if len(pairs) == len(value.items) else None
@@ -145,7 +167,7 @@ def _text(value: Any) -> str | None:  # noqa: ANN401
 
 
 def _shape_map(path: Path, value: Any, what: str) -> Shapes:  # noqa: ANN401
-    value = _as_mapping(value)
+    value = as_mapping(value)
     if value is None:
         raise _wrong(path, f"{what} is no mapping of names to shapes")
     shapes = {}
@@ -162,7 +184,7 @@ def _param_shapes(path: Path, tree: Mapping[str, Any]) -> tuple[Shapes, ...] | N
     value = tree.get("param_shapes")
     if value is None:
         return None
-    single = _as_mapping(value)
+    single = as_mapping(value)
     groups = value if single is None else [single]
     if not isinstance(groups, list | tuple):
         raise _wrong(path, f"param_shapes is a {type(value).__name__}")
@@ -178,7 +200,7 @@ def _spans(archive: Archive, value: Any, what: str) -> Iterator[TensorSpan]:  # 
         yield archive.span(tensor)
 
 
-def _open(folder: Path, shard: ShardFile) -> Archive:
+def open_shard(folder: Path, shard: ShardFile) -> Archive:
     """Open a shard, which must be what its name says: the zip remembers the name it was saved as.
 
     A file saved through a stream remembers no name.
@@ -193,7 +215,18 @@ def _open(folder: Path, shard: ShardFile) -> Archive:
     return archive
 
 
-def _state_of(archive: Archive) -> Mapping[str, Any]:
+def state_of(archive: Archive) -> Mapping[str, Any]:
+    """Give a file's dictionary.
+
+    Args:
+        archive: The file.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        CheckpointError: If it is no dictionary.
+    """
     if not isinstance(archive.tree, Mapping):
         kind = type(archive.tree).__name__
         raise _wrong(archive.path, f"holds a {kind}, expected a dictionary of states")
@@ -213,9 +246,9 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
     Raises:
         CheckpointError: If the file is damaged or is no ZeRO optimizer state.
     """
-    archive = _open(folder, shard)
-    tree = _state_of(archive)
-    state = _as_mapping(tree.get("optimizer_state_dict"))
+    archive = open_shard(folder, shard)
+    tree = state_of(archive)
+    state = as_mapping(tree.get("optimizer_state_dict"))
     if state is None:
         raise _wrong(archive.path, "has no optimizer_state_dict")
     striped = "fp32_flat_groups" in state
@@ -237,10 +270,9 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         parts=tuple(_spans(archive, state[key], key)),
         param_shapes=_param_shapes(archive.path, tree),
         alignment_paddings=_paddings(archive.path, state.get("param_alignment_paddings")),
-        expert_groups=_has_experts(state.get("base_optimizer_state"))
-        or "ds_zero_partition_groups" in state,
         step=_optimizer_step(archive, state),
         ds_version=_text(tree.get("ds_version")),
+        experts=facts_of_optim(tree, state),
     )
 
 
@@ -274,12 +306,6 @@ def _paddings(path: Path, value: Any) -> tuple[tuple[int, ...], ...] | None:  # 
     return paddings
 
 
-def _has_experts(base_state: Any) -> bool:  # noqa: ANN401
-    groups = base_state.get("param_groups") if isinstance(base_state, Mapping) else None
-    groups = groups if isinstance(groups, list) else []
-    return any(isinstance(group, Mapping) and group.get("moe") is True for group in groups)
-
-
 def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
     """Read a model states file's metadata.
 
@@ -293,16 +319,16 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
     Raises:
         CheckpointError: If the file is damaged or is no model state.
     """
-    archive = _open(folder, shard)
-    tree = _state_of(archive)
+    archive = open_shard(folder, shard)
+    tree = state_of(archive)
     if "module" not in tree:
         raise _wrong(archive.path, "has no `module`")
     module, odd = _module(archive, tree["module"])
     names, shared = tree.get("buffer_names"), tree.get("shared_params")
-    frozen = _as_mapping(tree.get("frozen_param_fragments"))
+    frozen = as_mapping(tree.get("frozen_param_fragments"))
     frozen_shapes = tree.get("frozen_param_shapes")
     zero = _zero_config(tree.get("ds_config"))
-    masters, flat = _masters(archive, tree.get("optimizer"))
+    masters, flat = fp32_masters(archive, tree.get("optimizer"))
     return ModelState(
         shard=shard,
         module=module,
@@ -325,6 +351,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         mp_world_size=_integer(tree.get("mp_world_size")),
         ds_version=_text(tree.get("ds_version")),
         parallel_degrees=_degrees(tree.get("checkpoint_parallel_dimensions")),
+        experts=facts_of_model(tree),
     )
 
 
@@ -341,13 +368,13 @@ def read_tensors(folder: Path, shard: ShardFile) -> TensorsState:
     Raises:
         CheckpointError: If the file is damaged or holds something else.
     """
-    archive = _open(folder, shard)
-    entries, odd = _module(archive, _state_of(archive))
+    archive = open_shard(folder, shard)
+    entries, odd = _module(archive, state_of(archive))
     return TensorsState(shard, entries or {}, odd)
 
 
 def _degrees(value: Any) -> tuple[int, int] | None:  # noqa: ANN401
-    value = _as_mapping(value) or {}
+    value = as_mapping(value) or {}
     pair = (_integer(value.get("pp_degree")), _integer(value.get("tp_degree")))
     return (pair[0], pair[1]) if pair[0] and pair[1] else None
 
@@ -358,7 +385,7 @@ def _module(
 ) -> tuple[dict[str, ModuleEntry] | None, dict[str, str]]:
     if value is None:
         return None, {}
-    value = _as_mapping(value)
+    value = as_mapping(value)
     if value is None:
         raise _wrong(archive.path, "`module` is no state dict")
     entries, odd = {}, {}
@@ -414,7 +441,7 @@ def _names(path: Path, value: Any) -> frozenset[str] | None:  # noqa: ANN401
 
 
 def _pairs(path: Path, value: Any) -> dict[str, str] | None:  # noqa: ANN401
-    value = _as_mapping(value)
+    value = as_mapping(value)
     if value is None:
         return None
     if not all(isinstance(name, str) for pair in value.items() for name in pair):
@@ -422,12 +449,20 @@ def _pairs(path: Path, value: Any) -> dict[str, str] | None:  # noqa: ANN401
     return dict(value)
 
 
-def _masters(
+def fp32_masters(
     archive: Archive,
     optimizer: Any,  # noqa: ANN401
 ) -> tuple[tuple[tuple[TensorSpan, ...], ...] | None, bool]:
-    """Find stage 0's fp32 masters: flat groups (fused) or lists of shaped tensors (unfused)."""
-    optimizer = _as_mapping(optimizer)
+    """Find stage 0's fp32 masters: flat groups (fused) or lists of shaped tensors (unfused).
+
+    Args:
+        archive: The file.
+        optimizer: Its optimizer's state dict.
+
+    Returns:
+        The masters, group by group (``None`` without an optimizer), and whether they are flat.
+    """
+    optimizer = as_mapping(optimizer)
     if optimizer is None:
         return None, False
     flat = optimizer.get("fp32_groups_flat")

@@ -49,10 +49,10 @@ def build(
         parts = [optim.parts[index] for optim in optims]
         paddings = optims[0].alignment_paddings
         padding = paddings[index] if paddings and index < len(paddings) else ()
-        slots, end_numel = _slots(len(groups), group_shapes, padding)
+        places, end_numel = slots(len(groups), group_shapes, padding)
         group = flat_group(f"param group {index}", parts, striped=False, problems=problems)
-        _check_size(group, end_numel, len(optims), problems)
-        witness = testimony.hear(model, group.label, group_shapes, slots, problems)
+        check_size(group, end_numel, len(optims), problems)
+        witness = testimony.hear(model, group.label, group_shapes, places, problems)
         for name, slot in witness.slots.items():
             shape = group_shapes[name]
             sources[name] = Source("fp32 partition", shape, group.dtype, slot)
@@ -119,18 +119,36 @@ def flat_group(
     return FlatGroup(label, striped, dtype, tuple(part.extent() for part in flat))
 
 
-def _slots(group: int, shapes: Shapes, paddings: Sequence[int]) -> tuple[dict[str, FlatSlot], int]:
-    slots, offset = {}, 0
+def slots(group: int, shapes: Shapes, paddings: Sequence[int]) -> tuple[dict[str, FlatSlot], int]:
+    """Lay the tensors of a group one behind the other.
+
+    Args:
+        group: Index of the group.
+        shapes: Its tensors, in flat order.
+        paddings: Elements of padding behind each.
+
+    Returns:
+        The place of each tensor, and where the last one ends.
+    """
+    places, offset = {}, 0
     for index, (name, shape) in enumerate(shapes.items()):
-        slots[name] = FlatSlot(group, offset)
+        places[name] = FlatSlot(group, offset)
         offset += math.prod(shape)
         # Recorded gaps lie behind each parameter; the last one's gap may be cut off on disk.
         if index + 1 < len(shapes):
             offset += paddings[index] if index < len(paddings) else 0
-    return slots, offset
+    return places, offset
 
 
-def _check_size(group: FlatGroup, need_numel: int, ranks: int, problems: Problems) -> None:
+def check_size(group: FlatGroup, need_numel: int, ranks: int, problems: Problems) -> None:
+    """Check that the ranks hold what the tensors of a group need, and no more than padding beside.
+
+    Args:
+        group: The group.
+        need_numel: Where its last tensor ends.
+        ranks: Ranks that share it.
+        problems: Takes a mismatch.
+    """
     width = group.dtype.itemsize_bytes
     held = [part.num_bytes // width for part in group.parts]
     if sum(held) < need_numel:

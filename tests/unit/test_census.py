@@ -233,8 +233,6 @@ def test_every_damaged_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert-parallel (MoE)"),
-        ("expert_1_mp_rank_00_model_states.pt", "expert-parallel (MoE)"),
         ("layer_01-model_states.pt", "pipeline-parallel"),
         ("layer_01-model_00-model_states.pt", "pipeline-parallel"),
     ],
@@ -291,7 +289,6 @@ def test_tensor_parallel_names_without_a_size_are_refused(tmp_path):
     [
         ("tp2_z1_fp32_w2", "tensor-parallel"),
         ("pipe_z1_bf16_w2", "pipeline-parallel"),
-        ("moe_z2_bf16_w2", "expert-parallel"),
     ],
 )
 def test_real_checkpoints_of_other_kinds(name, words):

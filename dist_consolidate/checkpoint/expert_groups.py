@@ -1,0 +1,258 @@
+"""Experts under stages 1 and 2: one flat group per param group and expert-parallel rank.
+
+Each rank of an expert-parallel group holds other experts; the ranks that hold the same ones share
+out their flat buffer. Which ranks those are depends on one setting, and a mistake would mix
+experts: the order is taken from the configuration, and what it gives is held against the values in
+the expert files, at both ends of every tensor.
+
+Sources: DeepSpeed's ``utils/groups.py`` (``_create_expert_and_data_parallel``) and
+``stage_1_and_2.py`` (``_configure_moe_settings``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dist_consolidate.checkpoint import expert_shapes
+from dist_consolidate.checkpoint.expert_choice import ORDERS, Choice
+from dist_consolidate.checkpoint.expert_order import in_one_order
+from dist_consolidate.checkpoint.expert_values import END_NUMEL, Comparison, Layout
+from dist_consolidate.checkpoint.experts import ExpertName, Experts, parse
+from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
+from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
+from dist_consolidate.checkpoint.zero12 import check_size, flat_group, slots
+from dist_consolidate.errors import Problems
+
+
+def build(
+    folder: Path,
+    model: ModelState,
+    optims: Sequence[OptimState],
+    experts: Experts,
+    problems: Problems,
+    notes: list[str],
+) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+    """Lay out the flat groups of a model with experts.
+
+    Args:
+        folder: The tag folder; a little of every expert is read from it to compare.
+        model: The model states of rank 0, with the experts put in.
+        optims: The optimizer states of every rank, in rank order.
+        experts: The experts.
+        problems: Takes what contradicts the layout.
+        notes: Takes what was compared, and what was not recorded.
+
+    Returns:
+        The flat groups, and the source of each tensor in them, in flat order.
+    """
+    optims = in_one_order(optims, problems)
+    kinds = _kinds(model, optims, problems)
+    if problems:
+        return (), {}
+    orders = [False, True] if any(1 < size < len(optims) for size in kinds) else [False]
+    layouts, failures = [], {}
+    for order in orders:
+        found = Problems()
+        layout = _Builder(model, optims, experts, kinds, order, found).layout()
+        if found:
+            failures[order] = found
+        else:
+            layouts.append(layout)
+    recorded = optims[0].experts.data_first
+    if not layouts or recorded in failures:
+        problems.extend(failures[recorded if recorded in failures else orders[0]])
+        if layouts and recorded is not None:
+            problems.add(
+                f"the sizes of the parts do not fit if {ORDERS[recorded]}, as the configuration "
+                f"says; they fit if {ORDERS[not recorded]}"
+            )
+        return (), {}
+    with Comparison(folder, model) as comparison:
+        choice = Choice(model, layouts, optims[0], comparison, problems)
+        chosen = choice.layout()
+        if chosen is None:
+            return (), {}
+        _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
+        _note_rest(chosen, experts, notes)
+        if model.shared_params is None:
+            _note_alike(comparison.alike(chosen), notes)
+    return chosen.groups, chosen.sources
+
+
+def members(rank: int, size: int, world: int, data_first: bool) -> range:
+    """Give the data-parallel ranks that hold the same experts, in the order of their parts.
+
+    Args:
+        rank: The expert-parallel rank.
+        size: Expert-parallel ranks.
+        world: Data-parallel ranks.
+        data_first: Whether neighbouring ranks hold the same experts.
+
+    Returns:
+        The ranks.
+    """
+    each = world // size
+    return range(rank * each, (rank + 1) * each) if data_first else range(rank, world, size)
+
+
+def _kinds(model: ModelState, optims: Sequence[OptimState], problems: Problems) -> list[int]:
+    """Tell the expert-parallel size of each param group, 0 for one of no experts.
+
+    The number of ranks that share a group says it, which is recorded in any case; names and marks
+    of the groups must agree.
+    """
+    world, first = len(optims), optims[0]
+    path = first.shard.name
+    names = expert_shapes.names_by_group(model, optims, problems)
+    if len(first.partition_counts) != len(first.parts):
+        problems.add(
+            f"{path}: holds {len(first.parts)} flat groups, but partition_count has "
+            f"{len(first.partition_counts)} entries"
+        )
+    sizes = first.experts.sizes
+    sizes = sizes if sizes is not None and len(sizes) == len(first.parts) else None
+    kinds = []
+    for index, (group, count) in enumerate(zip(names, first.partition_counts, strict=False)):
+        of_experts = {parse(name) is not None for name in group}
+        is_expert = of_experts == {True}
+        said = sizes[index] if sizes is not None else None
+        if len(of_experts) > 1 or (group and sizes is not None and (said != 0) != is_expert):
+            problems.add(
+                f"{path}: param group {index} has experts and other parameters, or is marked "
+                "otherwise than its names say"
+            )
+        elif count < 1 or world % count or (not is_expert and count != world and group):
+            problems.add(
+                f"{path}: param group {index} is shared out over {count} of {world} ranks, which "
+                "is no whole number of expert-parallel ranks"
+            )
+        elif is_expert and said and said * count != world:
+            problems.add(
+                f"{path}: param group {index} is named ep_size_{said}, but {count} of {world} "
+                "ranks share it"
+            )
+        kinds.append(world // count if is_expert and count else 0)
+    return kinds
+
+
+class _Builder:
+    """Puts the flat groups together for one order of the ranks."""
+
+    def __init__(
+        self,
+        model: ModelState,
+        optims: Sequence[OptimState],
+        experts: Experts,
+        kinds: Sequence[int],
+        data_first: bool,
+        problems: Problems,
+    ) -> None:
+        self.model, self.optims, self.experts = model, optims, experts
+        self.kinds, self.data_first, self.problems = kinds, data_first, problems
+        self.groups: list[FlatGroup] = []
+        self.sources: dict[str, Source] = {}
+
+    def layout(self) -> Layout:
+        """Lay out every group."""
+        world = len(self.optims)
+        first = [
+            list(members(0, size, world, self.data_first)) if size else list(range(world))
+            for size in self.kinds
+        ]
+        shapes = expert_shapes.shapes_by_group(
+            self.model, [[self.optims[r] for r in ranks] for ranks in first], self.problems
+        )
+        for index, (group, size) in enumerate(zip(shapes, self.kinds, strict=False)):
+            if not size:
+                self._add(index, f"param group {index}", group, range(world))
+            for rank in range(size):
+                label = f"param group {index}, expert-parallel rank {rank} of {size}"
+                ranks = members(rank, size, world, self.data_first)
+                self._add(index, label, self._renamed(group, rank, size), ranks)
+        return Layout(self.data_first, tuple(self.groups), self.sources)
+
+    def _add(self, index: int, label: str, shapes: Shapes, ranks: Sequence[int]) -> None:
+        paddings = self.optims[0].alignment_paddings
+        padding = paddings[index] if paddings and index < len(paddings) else ()
+        places, end_numel = slots(len(self.groups), shapes, padding)
+        parts = [self.optims[rank].parts[index] for rank in ranks]
+        group = flat_group(label, parts, striped=False, problems=self.problems)
+        check_size(group, end_numel, len(parts), self.problems)
+        for name, slot in places.items():
+            self._check(label, name, slot)
+            self.sources[name] = Source("fp32 partition", shapes[name], group.dtype, slot)
+        self.groups.append(group)
+
+    def _check(self, label: str, name: str, slot: FlatSlot) -> None:
+        if name in self.sources:
+            self.problems.add(f"{label}: {name!r} has an fp32 partition elsewhere already")
+        entry = (self.model.module or {}).get(name)
+        if entry is not None and not entry.span.is_contiguous:
+            self.problems.add(
+                f"{label}: {name!r} lies transposed in {entry.span.file} (stride "
+                f"{list(entry.ref.stride)}), and so at element {slot.offset_numel} of the flat "
+                "buffer; ZenFlow (0.17.5 to 0.19.6) writes such files, which this version does "
+                "not read with experts"
+            )
+
+    def _renamed(self, shapes: Shapes, rank: int, size: int) -> Shapes:
+        """Number the experts of one rank as the whole model does."""
+        renamed = {}
+        for text, shape in shapes.items():
+            name = parse(text)
+            assert name is not None
+            renamed[str(self._in_model(name, rank, size))] = shape
+        return renamed
+
+    def _in_model(self, name: ExpertName, rank: int, size: int) -> ExpertName:
+        total = self.experts.num_by_layer.get(name.layer, 0)
+        each = total // size
+        if not total or total % size or name.number >= each:
+            self.problems.add(
+                f"{self.model.shard.name}: names {str(name)!r} on one of {size} expert-parallel "
+                f"ranks, but there are files of {total} experts of that layer"
+            )
+            return name
+        return name.numbered(rank * each + name.number)
+
+
+def _note_compared(
+    chosen: Layout, kinds: Sequence[int], world: int, unseen: Sequence[str], notes: list[str]
+) -> None:
+    held = sum(parse(name) is not None for name in chosen.sources)
+    sizes = sorted({size for size in kinds if size})
+    if not sizes:
+        return
+    order = f"; {ORDERS[chosen.data_first]}" if any(1 < s < world for s in sizes) else ""
+    text = (
+        f"{held} tensors of experts come from fp32 partitions (expert-parallel size "
+        f"{', '.join(map(str, sizes))} of {world} ranks{order}); the first and last {END_NUMEL} "
+        "elements of each were found to be those of its expert file"
+    )
+    if unseen:
+        text += f", except {len(unseen)} whose shards rank 0 does not see"
+    notes.append(text)
+
+
+def _note_alike(alike: Mapping[str, str], notes: list[str]) -> None:
+    for name, holder in alike.items():
+        notes.append(
+            f"{name} has no fp32 master, but the values of {holder}, rounded; this release does "
+            f"not record ties: if they are one parameter, --tie {name}={holder} gives it the fp32 "
+            "values"
+        )
+
+
+def _note_rest(chosen: Layout, experts: Experts, notes: list[str]) -> None:
+    rest = [
+        name
+        for name, entry in experts.entries.items()
+        if name not in chosen.sources and entry.span.num_numel
+    ]
+    if rest:
+        notes.append(
+            f"{len(rest)} tensors of experts have no fp32 partition (frozen, buffers, tied, or "
+            f"never given to the optimizer); unless tied, they come from the expert files as they "
+            f"are there, the first is {rest[0]}"
+        )

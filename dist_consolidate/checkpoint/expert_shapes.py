@@ -1,0 +1,116 @@
+"""Which parameters lie in which flat group, in releases that record it in different places.
+
+Since 0.19.3 the model states of a model with experts hold ``param_shapes``, as those of other
+models do; releases 0.5 keep them in the optimizer states. In between (0.7.4 to 0.19.2) only
+``param_slice_mappings`` names the parameters: which elements of each rank's part are whose. The
+shapes are then those of ``module`` and the expert files. The mappings are known to be wrong under
+``round_robin_gradients``, so that values must confirm them (see :mod:`.expert_values`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dist_consolidate.checkpoint import zero12
+from dist_consolidate.checkpoint.experts import parse
+from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
+from dist_consolidate.errors import Problems
+
+
+def names_by_group(
+    model: ModelState, optims: Sequence[OptimState], problems: Problems
+) -> list[list[str]]:
+    """Name the parameters of each group, not yet in their order.
+
+    Args:
+        model: The model states of rank 0.
+        optims: The optimizer states of every rank.
+        problems: Takes what is missing.
+
+    Returns:
+        Names by group, of experts as a rank counts them; as many groups as there are.
+    """
+    if _has_shapes(model, optims[0]):
+        return [list(group) for group in zero12.shapes_by_group(model, optims[0], problems)]
+    if not _have_slices(optims):
+        problems.add(
+            f"{model.shard.name}: has no param_shapes, and {optims[0].shard.name} no "
+            "param_slice_mappings; nothing tells which parameters lie in the flat groups"
+        )
+        return []
+    names: list[dict[str, None]] = [{} for _ in optims[0].parts]
+    for optim in optims:
+        for index, slices in enumerate(optim.experts.slices or ()):
+            names[index].update(dict.fromkeys(slices))
+    return [list(group) for group in names]
+
+
+def shapes_by_group(
+    model: ModelState, holders: Sequence[Sequence[OptimState]], problems: Problems
+) -> list[Shapes]:
+    """Give the shapes in each group, in flat order.
+
+    Args:
+        model: The model states of rank 0, with the experts put in.
+        holders: For each group the optimizer states of the ranks that share it with rank 0, in the
+            order of their parts.
+        problems: Takes what is missing or contradicts itself.
+
+    Returns:
+        Names (of experts as a rank counts them) and shapes by group.
+    """
+    first = holders[0][0] if holders else None
+    if first is not None and _has_shapes(model, first):
+        return zero12.shapes_by_group(model, first, problems)
+    return [_from_slices(model, index, ranks, problems) for index, ranks in enumerate(holders)]
+
+
+def _has_shapes(model: ModelState, optim: OptimState) -> bool:
+    return model.param_shapes is not None or optim.param_shapes is not None
+
+
+def _have_slices(optims: Sequence[OptimState]) -> bool:
+    return all(len(optim.experts.slices or ()) == len(optim.parts) for optim in optims)
+
+
+def _from_slices(
+    model: ModelState, index: int, ranks: Sequence[OptimState], problems: Problems
+) -> Shapes:
+    """Put the slices of one group's parts together; they must follow one another."""
+    numels: dict[str, int] = {}
+    for optim in ranks:
+        end = 0
+        for name, (start, numel) in (optim.experts.slices or ())[index].items():
+            if start != end or (name in numels and name != list(numels)[-1]):
+                problems.add(
+                    f"{optim.shard.name}: param_slice_mappings puts {name!r} at element {start} of "
+                    f"param group {index}, expected {end}; this is another order of the ranks, or "
+                    "round_robin_gradients"
+                )
+                return {}
+            numels[name] = numels.get(name, 0) + numel
+            end = start + numel
+    shapes: Shapes = {}
+    for name, numel in numels.items():
+        entry = (model.module or {}).get(_as_saved(name))
+        if entry is None:
+            problems.add(
+                f"{model.shard.name}: lacks {name!r}, which has an fp32 partition; this release "
+                "leaves dense parameters out of `module` if their name has 'expert' in it, and "
+                "records their shape nowhere"
+            )
+        elif math.prod(entry.span.shape) != numel:
+            problems.add(
+                f"{ranks[0].shard.name}: param_slice_mappings counts {numel} elements of {name!r}, "
+                f"but its shape is {list(entry.span.shape)}"
+            )
+        else:
+            shapes[name] = entry.span.shape
+    return shapes
+
+
+def _as_saved(name: str) -> str:
+    """Give the name under which rank 0's parameter was saved: it has the first experts."""
+    parsed = parse(name)
+    return str(parsed) if parsed else name

@@ -1,0 +1,139 @@
+"""What files record about experts, and the optimizer states that lie beside them without ZeRO.
+
+Sources: DeepSpeed's ``engine._save_moe_checkpoint``, ``moe/utils.py`` (param groups of experts
+carry ``moe`` and the name ``ep_size_N``) and ``stage_1_and_2.py`` (``param_slice_mappings``, since
+0.7.4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dist_consolidate.checkpoint.unpickle import Inert
+
+_SIZE = re.compile(r"ep_size_(\d+)")
+# Keys that only AutoEP (experts fused by DeepSpeed itself) writes.
+_AUTO_KEYS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
+
+Slices = dict[str, tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertFacts:
+    """What one file says about experts; ``None`` where it says nothing.
+
+    Attributes:
+        sizes: For each param group the ranks that share out its experts; 0 for a group of no
+            experts, ``None`` where a group of experts names no number.
+        num_experts: Experts of each MoE layer.
+        is_auto: Whether DeepSpeed itself made the experts of a model's own (AutoEP).
+        data_first: Whether neighbouring ranks hold the same experts, rather than different ones.
+        slices: For each param group the parameters in this rank's part: first element in the part
+            and number of elements.
+    """
+
+    sizes: tuple[int | None, ...] | None = None
+    num_experts: tuple[int, ...] | None = None
+    is_auto: bool = False
+    data_first: bool | None = None
+    slices: tuple[Slices, ...] | None = None
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a param group belongs to experts."""
+        return any(size != 0 for size in self.sizes or ())
+
+
+def facts_of_optim(tree: Mapping[str, Any], state: Mapping[str, Any]) -> ExpertFacts:
+    """Read what an optimizer states file records.
+
+    Args:
+        tree: The whole file.
+        state: Its ``optimizer_state_dict``.
+
+    Returns:
+        The facts.
+    """
+    return ExpertFacts(
+        sizes=group_sizes(state.get("base_optimizer_state")),
+        is_auto=_is_auto(tree) or _is_auto(state),
+        data_first=_data_first(tree.get("ds_config")),
+        slices=_slices(state.get("param_slice_mappings")),
+    )
+
+
+def facts_of_model(tree: Mapping[str, Any]) -> ExpertFacts:
+    """Read what a model states file records.
+
+    Args:
+        tree: The whole file.
+
+    Returns:
+        The facts.
+    """
+    # A single number (0.5) may as well be something the user saved.
+    counts = tree.get("num_experts")
+    good = isinstance(counts, list | tuple) and all(
+        type(count) is int and count > 0 for count in counts
+    )
+    return ExpertFacts(
+        num_experts=tuple(counts) if good and counts else None,
+        is_auto=_is_auto(tree),
+        data_first=_data_first(tree.get("ds_config")),
+    )
+
+
+def group_sizes(optimizer: Any) -> tuple[int | None, ...] | None:  # noqa: ANN401 - as pickled
+    """Tell which param groups of a torch optimizer's state dict belong to experts.
+
+    Args:
+        optimizer: The state dict; elastic checkpoints hold something else in its place.
+
+    Returns:
+        See :class:`ExpertFacts`.
+    """
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    if not isinstance(groups, list):
+        return None
+    return tuple(_size(group) for group in groups)
+
+
+def _size(group: Any) -> int | None:  # noqa: ANN401 - as pickled
+    if not isinstance(group, Mapping) or group.get("moe") is not True:
+        return 0
+    match = _SIZE.fullmatch(str(group.get("name")))
+    return int(match[1]) if match else None
+
+
+def _is_auto(tree: Mapping[str, Any]) -> bool:
+    return any(tree.get(key) for key in _AUTO_KEYS)
+
+
+def _data_first(config: Any) -> bool | None:  # noqa: ANN401 - a dict, or where it was read from
+    if not isinstance(config, Mapping):
+        return None
+    return config.get("use_data_before_expert_parallelism") is True
+
+
+def _slices(value: Any) -> tuple[Slices, ...] | None:  # noqa: ANN401 - as pickled
+    if not isinstance(value, list | tuple):
+        return None
+    groups = []
+    for group in value:
+        if not isinstance(group, Mapping):
+            return None
+        slices = {name: _slice(address) for name, address in group.items()}
+        if None in slices.values():
+            return None
+        groups.append({name: found for name, found in slices.items() if found is not None})
+    return tuple(groups)
+
+
+def _slice(address: Any) -> tuple[int, int] | None:  # noqa: ANN401 - as pickled
+    if not isinstance(address, Inert):
+        return None
+    start, numel = address.attribute("start"), address.attribute("numel")
+    return (start, numel) if type(start) is int and type(numel) is int else None

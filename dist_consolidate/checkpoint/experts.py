@@ -1,0 +1,327 @@
+"""Expert files: which there must be, whose tensors they hold, and the model with them put in.
+
+DeepSpeed saves each expert of a ``deepspeed.moe`` layer in a file of its own, under its number in
+the whole model, while everything that one rank records by name (shapes, buffers, ties) counts only
+that rank's own experts from 0. ``module`` of the model states lacks the experts.
+
+Sources: DeepSpeed's ``engine._save_moe_checkpoint`` and ``_get_expert_ckpt_name``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.parallel import Grid
+from dist_consolidate.checkpoint.states import (
+    ModelState,
+    ModuleEntry,
+    OptimState,
+    TensorsState,
+)
+from dist_consolidate.errors import Problems, UnsupportedLayoutError
+
+_NAME = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)", re.DOTALL)
+_FUSED = re.compile(r"(^|\.)experts\.w[123]\.\d+$")
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertName:
+    """A tensor of an expert.
+
+    Attributes:
+        layer: Name of the MoE layer, with the dot that follows it.
+        number: Which expert: of the whole layer, or of one rank.
+        inner: Name inside the expert.
+    """
+
+    layer: str
+    number: int
+    inner: str
+
+    def __str__(self) -> str:
+        """The name as DeepSpeed writes it."""
+        return f"{self.layer}deepspeed_moe.experts.deepspeed_experts.{self.number}.{self.inner}"
+
+    def numbered(self, number: int) -> ExpertName:
+        """Give the same tensor of another expert."""
+        return dataclasses.replace(self, number=number)
+
+
+def parse(name: str) -> ExpertName | None:
+    """Take a name apart; ``None`` if it is no expert's."""
+    match = _NAME.fullmatch(name)
+    return ExpertName(match[1], int(match[2]), match[3]) if match else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """All experts of a checkpoint.
+
+    Attributes:
+        entries: Their tensors, under their numbers in the whole model.
+        num_by_layer: How many experts each MoE layer has.
+        odd_entries: What is no tensor among them.
+    """
+
+    entries: dict[str, ModuleEntry]
+    num_by_layer: dict[str, int]
+    odd_entries: dict[str, str]
+
+
+def gather(
+    folder: TagFolder, model: ModelState, states: Sequence[TensorsState], problems: Problems
+) -> Experts:
+    """Check that every expert is there once, and put them together.
+
+    Args:
+        folder: The shards; damaged expert files are in it, but not among ``states``.
+        model: The model states of rank 0.
+        states: The expert files that could be read.
+        problems: Takes each missing, surplus and misplaced expert, with its path.
+
+    Returns:
+        The experts; complete if no problem was noted.
+
+    Raises:
+        UnsupportedLayoutError: If the files are AutoEP's.
+    """
+    _refuse_fused(folder.path, states)
+    _Census(folder, model, problems).check()
+    contents = _Contents(folder.path, problems)
+    for state in states:
+        contents.add(state)
+    contents.check()
+    return Experts(contents.entries, contents.num_by_layer(), contents.odd)
+
+
+def refuse_kinds(
+    folder: TagFolder, model: ModelState, optims: Sequence[OptimState], grid: Grid
+) -> None:
+    """Refuse experts that are not read, by what is recorded of them.
+
+    Args:
+        folder: The shards.
+        model: The model states of rank 0.
+        optims: The optimizer states that could be read.
+        grid: Pipeline stages and tensor-parallel ranks.
+
+    Raises:
+        UnsupportedLayoutError: For AutoEP, ZeRO-3, and experts beside model parallelism.
+    """
+    if model.experts.is_auto or any(optim.experts.is_auto for optim in optims):
+        raise _auto(folder.path, "ds_autoep_layers is recorded")
+    if any(optim.striped for optim in optims):
+        raise UnsupportedLayoutError(
+            f"{folder.path}: has experts (MoE) under ZeRO-3, which DeepSpeed itself does not "
+            "support; this version reads experts under stages 0 to 2"
+        )
+    if grid.size > 1:
+        raise UnsupportedLayoutError(
+            f"{folder.path}: has experts (MoE) beside {grid.num_stages} pipeline stages and "
+            f"{grid.tensor_degree} tensor-parallel ranks; this version reads experts under plain "
+            "data parallelism only"
+        )
+
+
+def _refuse_fused(path: Path, states: Sequence[TensorsState]) -> None:
+    for state in states:
+        if any(_FUSED.search(name) for name in state.entries):
+            raise _auto(path, state.shard.name)
+
+
+def _auto(path: Path, found: str) -> UnsupportedLayoutError:
+    return UnsupportedLayoutError(
+        f"{path}: is an AutoEP checkpoint ({found}): its experts are fused tensors spread by a "
+        "placement of their own; this version reads the experts of deepspeed.moe layers only"
+    )
+
+
+def with_experts(model: ModelState, experts: Experts) -> ModelState:
+    """Give the model states as if the experts had been in them.
+
+    Args:
+        model: The model states of rank 0, whose names count that rank's experts.
+        experts: The experts.
+
+    Returns:
+        The states: ``module`` holds the experts, and buffers, frozen parameters and ties are named
+        for every expert.
+    """
+    spread = _Spread(experts)
+    names = model.buffer_names
+    shapes, frozen = model.frozen_shapes, model.frozen
+    return dataclasses.replace(
+        model,
+        module={**(model.module or {}), **experts.entries},
+        odd_entries={**model.odd_entries, **experts.odd_entries},
+        buffer_names=None if names is None else frozenset(spread.names(dict.fromkeys(names))),
+        frozen_shapes=None
+        if shapes is None
+        else spread.mapping(shapes, {n: e.span.shape for n, e in experts.entries.items()}),
+        frozen=None
+        if frozen is None
+        else spread.mapping(frozen, {n: e.span for n, e in experts.entries.items()}),
+        shared_params=None if model.shared_params is None else spread.ties(model.shared_params),
+    )
+
+
+class _Census:
+    """Which expert files there are, by number of the layer and of the expert."""
+
+    def __init__(self, folder: TagFolder, model: ModelState, problems: Problems) -> None:
+        self.folder, self.model, self.problems = folder, model, problems
+        self.shards = folder.of("expert")
+
+    def check(self) -> None:
+        """Note what is missing, surplus or there twice."""
+        found: dict[int | None, dict[int, ShardFile]] = {}
+        for shard in self.shards:
+            other = found.setdefault(shard.layer, {}).setdefault(shard.expert or 0, shard)
+            if other is not shard:
+                self.problems.add(
+                    f"{self.folder.path / shard.name}: is the same expert as {other.name}; keep one"
+                )
+        counts = self._counts(found)
+        for layer, count in counts.items():
+            for number in sorted(set(range(count)) - set(found.get(layer, {}))):
+                path = self.folder.path / self._name(layer, number)
+                self.problems.add(f"{path}: is missing (expert {number} of {count}{_of(layer)})")
+        for layer, shards in found.items():
+            for number, shard in sorted(shards.items()):
+                if number >= counts.get(layer, 0):
+                    self.problems.add(
+                        f"{self.folder.path / shard.name}: is surplus: the model has "
+                        f"{counts.get(layer, 0)} experts{_of(layer)}; move away what is left over"
+                    )
+
+    def _counts(self, found: Mapping[int | None, Mapping[int, ShardFile]]) -> dict[int | None, int]:
+        """Tell how many experts each layer has: as recorded, else by the highest number."""
+        recorded = self.model.experts.num_experts
+        if recorded is None:
+            layers = [layer for layer in found if layer is not None]
+            every: list[int | None] = [*range(max(layers, default=-1) + 1)]
+            every += [None] if None in found else []
+            return {layer: max(found.get(layer, {0: None}), default=0) + 1 for layer in every}
+        if None in found:  # before 0.6 a file holds the experts of one number of all layers
+            return {None: max(recorded)}
+        return dict(enumerate(recorded))
+
+    def _name(self, layer: int | None, number: int) -> str:
+        rank = self.model.shard.mp_rank
+        head = "" if layer is None else f"layer_{layer}_"
+        return f"{head}expert_{number}_mp_rank_{rank:02d}_model_states.pt"
+
+
+def _of(layer: int | None) -> str:
+    return "" if layer is None else f" of MoE layer {layer}"
+
+
+class _Contents:
+    """What the expert files hold; every expert of a layer must hold the same."""
+
+    def __init__(self, path: Path, problems: Problems) -> None:
+        self.path, self.problems = path, problems
+        self.entries: dict[str, ModuleEntry] = {}
+        self.odd: dict[str, str] = {}
+        # By layer and expert: the names inside the expert, and which file they came from.
+        self.inner: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
+        self.files: dict[tuple[str, int], str] = {}
+        self.layers: dict[str, collections.Counter[int]] = {}
+
+    def add(self, state: TensorsState) -> None:
+        """Take a file in."""
+        own = state.shard.expert
+        path = self.path / state.shard.name
+        if not state.entries and not state.odd_entries:
+            self.problems.add(f"{path}: holds nothing, expected the tensors of expert {own}")
+        for text in (*state.entries, *state.odd_entries):
+            name = parse(text)
+            if name is None or name.number != own:
+                whose = "no expert" if name is None else f"expert {name.number}"
+                self.problems.add(
+                    f"{path}: holds {text!r}, which is of {whose}, not of expert {own}; the file "
+                    "was renamed or is of something else"
+                )
+                return
+            entry = state.entries.get(text)
+            if entry is None:
+                self.odd[str(name)] = state.odd_entries[text]
+                continue
+            self.entries[str(name)] = entry
+            experts = self.inner.setdefault(name.layer, {})
+            experts.setdefault(name.number, {})[name.inner] = entry.span.shape
+            self.files[name.layer, name.number] = state.shard.name
+            if state.shard.layer is not None:
+                self.layers.setdefault(name.layer, collections.Counter())[state.shard.layer] += 1
+
+    def check(self) -> None:
+        """Note experts of a layer that differ, and files that belong to another layer."""
+        for layer, experts in self.inner.items():
+            numbers = self.layers.get(layer)
+            if numbers and len(numbers) > 1:
+                listed = " and ".join(f"layer_{number}_*" for number in sorted(numbers))
+                self.problems.add(
+                    f"{self.path}: the experts of {layer.rstrip('.')!r} lie in files {listed}, "
+                    "expected one number for all of them; files were renamed"
+                )
+            usual = collections.Counter(tuple(sorted(e.items())) for e in experts.values())
+            ((most, _),) = usual.most_common(1)
+            for number, inner in experts.items():
+                odd = set(most) ^ set(inner.items())
+                if odd:
+                    self.problems.add(
+                        f"{self.path / self.files[layer, number]}: expert {number} has other "
+                        f"tensors than the other experts of {layer.rstrip('.')!r}: {min(odd)[0]!r} "
+                        "is missing, surplus or of another shape"
+                    )
+
+    def num_by_layer(self) -> dict[str, int]:
+        return {layer: max(experts) + 1 for layer, experts in self.inner.items()}
+
+
+class _Spread:
+    """Turns names that count one rank's experts into names of every expert.
+
+    What holds for one expert's tensor (a buffer, frozen, tied inside the expert) holds for the
+    tensor of that name in every expert of the layer.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        self.experts = experts
+
+    def names(self, names: Mapping[str, object]) -> list[str]:
+        """Spread names; those of no expert stay as they are."""
+        spread: dict[str, None] = {}
+        for text in names:
+            name = parse(text)
+            for number in range(self.experts.num_by_layer.get(name.layer, 0)) if name else ():
+                assert name is not None
+                spread[str(name.numbered(number))] = None
+            if name is None:
+                spread[text] = None
+        return [n for n in spread if parse(n) is None or n in self.experts.entries]
+
+    def mapping(self, values: Mapping[str, _T], of_experts: Mapping[str, _T]) -> dict[str, _T]:
+        """Spread the names of a mapping; the values of experts are those of their files."""
+        return {n: of_experts[n] if n in of_experts else values[n] for n in self.names(values)}
+
+    def ties(self, ties: Mapping[str, str]) -> dict[str, str]:
+        """Spread ties inside an expert; others are true for what rank 0 holds, and stay."""
+        spread = {}
+        for alias, source in ties.items():
+            one, other = parse(alias), parse(source)
+            if one is None or other is None or (one.layer, one.number) != (
+                other.layer, other.number
+            ):  # fmt: skip
+                spread[alias] = source
+                continue
+            for number in range(self.experts.num_by_layer.get(one.layer, 0)):
+                spread[str(one.numbered(number))] = str(other.numbered(number))
+        return spread
