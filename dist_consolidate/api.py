@@ -29,6 +29,7 @@ def consolidate(
     tie: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     exclude_frozen: bool = False,
+    pipeline_names: str = "module",
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -55,6 +56,8 @@ def consolidate(
         tie: Further ties, each ``"NAME=SOURCE"``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
+        pipeline_names: Names of a pipeline's tied layers: ``module`` (once, as ``PipelineModule``
+            names them) or ``layer`` (under each layer that has a file).
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -80,6 +83,7 @@ def consolidate(
             "tie": tie,
             "allow_missing": allow_missing,
             "exclude_frozen": exclude_frozen,
+            "pipeline_names": pipeline_names,
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,

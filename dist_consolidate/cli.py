@@ -80,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         help="leave frozen parameters out",
     )
     add(
+        "--pipeline-names",
+        choices=CHOICES["pipeline_names"],
+        help="tied layers of a pipeline: module (once, as PipelineModule names them), layer (under "
+        "each layer that has a file) (default: module)",
+    )
+    add(
         "--transport",
         choices=CHOICES["transport"],
         help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "

@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", "allgather", "gather", "direct"),
     "device": ("auto", "cpu", "cuda"),
     "io": ("auto", "buffered", "direct"),
+    "pipeline_names": ("module", "layer"),
 }
 
 
@@ -35,6 +36,8 @@ class Options:
         tie: Ties on top of those found, each ``NAME=SOURCE``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
+        pipeline_names: Names of a pipeline's tied layers: ``module`` for ``PipelineModule``'s,
+            ``layer`` for one name per layer that has a file.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
@@ -52,6 +55,7 @@ class Options:
     tie: tuple[str, ...] = ()
     allow_missing: tuple[str, ...] = ()
     exclude_frozen: bool = False
+    pipeline_names: str = "module"
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"

@@ -95,6 +95,8 @@ class Assembly:
                 f"{self.folder.path / name}: all optimizer states are missing, and with them every "
                 f"fp32 master; {self.model.shard.name} says the run used ZeRO"
             )
+        if self.model.module is None:
+            return {}  # a pipeline's: its layer files are needed to find them
         found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
         module = self.model.module or {}
         wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)

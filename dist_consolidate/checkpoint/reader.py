@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dist_consolidate.checkpoint import census
+from dist_consolidate.checkpoint import census, pipeline
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
+from dist_consolidate.checkpoint.pipeline_stages import PipelineStages, is_pipeline
 from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
 def read_checkpoint(
-    folder: TagFolder, run: Runner = run_here, claims: Sequence[tuple[str, str]] = ()
+    folder: TagFolder,
+    run: Runner = run_here,
+    claims: Sequence[tuple[str, str]] = (),
+    pipeline_names: str = "module",
 ) -> Checkpoint:
     """Read the metadata of a tag.
 
@@ -24,6 +28,7 @@ def read_checkpoint(
         folder: The shards (see :func:`dist_consolidate.checkpoint.layout.find_tag`).
         run: Reads files: gives the finding of each job, in order.
         claims: Ties the user claims, as pairs of alias and source.
+        pipeline_names: How a pipeline's tied layers are named.
 
     Returns:
         The metadata, with every weight located.
@@ -56,12 +61,19 @@ def read_checkpoint(
             raise
         except CheckpointError as error:
             problems.add(str(error))
+    piped = is_pipeline(folder, primary)
+    if piped and len(parts) == grid.size:
+        models, optims = [part.model for part in parts], [part.optims for part in parts]
+        pipeline.check_stages(folder, grid, models, optims, problems)
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
-    checkpoints = [
-        Assembly(part.folder, part.model, part.optims, run, claims).checkpoint() for part in parts
-    ]
-    return checkpoints[0]
+    if not piped:
+        return _assembled(parts, run, claims)[0]
+    stages = PipelineStages(folder, grid, pipeline.read_layers(folder, grid, run))
+    models = stages.with_shapes(models, optims)
+    parts = [dataclasses.replace(p, model=m) for p, m in zip(parts, models, strict=True)]
+    checkpoints = stages.with_layers(models, _assembled(parts, run, ()), pipeline_names)
+    return pipeline.merge_stages(folder, checkpoints, claims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +89,15 @@ class _Part:
     folder: TagFolder
     model: ModelState
     optims: Sequence[OptimState]
+
+
+def _assembled(
+    parts: Sequence[_Part], run: Runner, claims: Sequence[tuple[str, str]]
+) -> list[Checkpoint]:
+    """Locate the weights of each model-parallel index on its own."""
+    return [
+        Assembly(part.folder, part.model, part.optims, run, claims).checkpoint() for part in parts
+    ]
 
 
 def _jobs(folder: TagFolder) -> list[Job]:

@@ -55,6 +55,10 @@ class ModelState:
         mp_world_size: Model-parallel world size.
         ds_version: The DeepSpeed release that wrote it.
         parallel_degrees: Pipeline stages and tensor-parallel ranks, where recorded.
+        moments: Of an optimizer without masters of its own, one moment of each parameter it has
+            stepped, in its order: they tell how many parameters there are, and of which shape.
+        is_partitioned: Whether ``optimizer`` is one rank's share of a partitioned optimizer, whose
+            files lie beside this one.
     """
 
     shard: ShardFile
@@ -74,6 +78,8 @@ class ModelState:
     mp_world_size: int | None
     ds_version: str | None
     parallel_degrees: tuple[int, int] | None = None
+    moments: tuple[TensorSpan, ...] = ()
+    is_partitioned: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +113,8 @@ class OptimState:
         expert_groups: Whether a param group belongs to experts.
         step: Steps the optimizer has taken, where it says so.
         ds_version: The DeepSpeed release that wrote it.
+        slices: ``param_slice_mappings``, group by group: where in this rank's part its elements of
+            each parameter begin, and how many they are.
     """
 
     shard: ShardFile
@@ -119,6 +127,7 @@ class OptimState:
     expert_groups: bool
     step: int | None
     ds_version: str | None
+    slices: tuple[dict[str, tuple[int, int]], ...] | None = None
 
 
 def _wrong(path: Path, what: str) -> CheckpointError:
@@ -226,7 +235,26 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         or "ds_zero_partition_groups" in state,
         step=_optimizer_step(archive, state),
         ds_version=_text(tree.get("ds_version")),
+        slices=_slices(state.get("param_slice_mappings")),
     )
+
+
+def _slices(value: Any) -> tuple[dict[str, tuple[int, int]], ...] | None:  # noqa: ANN401
+    """Read ``param_slice_mappings``: per group, names to (first element, number of elements)."""
+    if not isinstance(value, list | tuple):
+        return None
+    groups = []
+    for group in value:
+        found = {}
+        for name, address in (_as_mapping(group) or {}).items():
+            state = address.state if isinstance(address, Inert) else None
+            fields = state if isinstance(state, Mapping) else {}
+            start, numel = _integer(fields.get("start")), _integer(fields.get("numel"))
+            if not isinstance(name, str) or start is None or numel is None:
+                return None
+            found[name] = (start, numel)
+        groups.append(found)
+    return tuple(groups)
 
 
 def _optimizer_step(archive: Archive, state: Mapping[str, Any]) -> int | None:
@@ -310,6 +338,9 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         mp_world_size=_integer(tree.get("mp_world_size")),
         ds_version=_text(tree.get("ds_version")),
         parallel_degrees=_degrees(tree.get("checkpoint_parallel_dimensions")),
+        moments=_moments(archive, tree.get("optimizer")),
+        is_partitioned="single_partition_of_fp32_groups"
+        in (_as_mapping(tree.get("optimizer")) or {}),
     )
 
 
@@ -420,6 +451,18 @@ def _masters(
         return tuple((span,) for span in _spans(archive, flat, "fp32_groups_flat")), True
     groups = optimizer.get("fp32_groups", ())
     return tuple(tuple(_spans(archive, group, "fp32_groups")) for group in groups), False
+
+
+def _moments(archive: Archive, optimizer: Any) -> tuple[TensorSpan, ...]:  # noqa: ANN401
+    """Find one moment of each parameter in a torch optimizer's own state dict."""
+    states = _as_mapping((_as_mapping(optimizer) or {}).get("state")) or {}
+    found = []
+    for state in states.values():
+        tensors = (t for t in (_as_mapping(state) or {}).values() if isinstance(t, TensorRef))
+        moment = next((t for t in tensors if t.shape), None)
+        if moment is not None:
+            found.append(archive.span(moment))
+    return tuple(found)
 
 
 def _zero_config(config: Any) -> Mapping[str, Any]:  # noqa: ANN401
