@@ -183,8 +183,7 @@ class _Run:
 
     def _manifest(self, notes: Sequence[str]) -> bytes:
         shaping = ("format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen")
-        shaping += ("pipeline_names",)
-        chosen = {name: getattr(self.options, name) for name in shaping}
+        chosen = {n: getattr(self.options, n) for n in (*shaping, "pipeline_names")}
         facts = {k: v for k, v in self.planned.facts.items() if k != "tag_chosen"}
         return manifest_json(
             version=__version__,

@@ -8,13 +8,13 @@ what the stage's own module holds, by its own names and by the layers' numbers.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.comm.torch
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param
@@ -76,7 +76,7 @@ class Mixer(nn.Module):
         self.register_buffer("scale", torch.tensor([0.5]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + x @ self.weight * self.scale
+        return x + x @ self.weight.to(x.dtype) * self.scale.to(x.dtype)
 
 
 class Biased(nn.Module):
@@ -256,7 +256,7 @@ def run(out: Path, text: str) -> None:
         num_stages=int(num_stages),
         loss_fn=loss,
         partition_method="uniform",
-        seed_layers="biased" == name,
+        seed_layers=name == "biased",
     )
     folder = out / text.replace(":", "_")
     engine, *_ = deepspeed.initialize(
@@ -278,7 +278,9 @@ def run(out: Path, text: str) -> None:
 def main(out: str, *runs: str) -> None:
     """Do all runs in turn."""
     # DeepSpeed's shared-memory collectives leave their buffers in /dev/shm; gloo does without.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # (`deepspeed.comm.torch` would be torch itself.)
+    backend = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     # Whether this CPU is fast at fp16 does not matter here.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True

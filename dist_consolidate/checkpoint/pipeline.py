@@ -193,7 +193,7 @@ class _Merging:
             module=dict(sorted(self.module.items(), key=_module_order)),
             recorded_ties=self._all("recorded_ties"),
             odd_entries=self._all("odd_entries"),
-            file_bytes=self._all("file_bytes"),
+            file_bytes={n: size for s in self.stages for n, size in s.file_bytes.items()},
             confirmed_ties=frozenset().union(*(stage.confirmed_ties for stage in self.stages)),
             notes=tuple(dict.fromkeys(n for s in self.stages for n in s.notes)) + tuple(self.notes),
         )

@@ -1,9 +1,9 @@
 """Pipeline layers: the name of every tensor in the layer files, and of what has no file.
 
 A layer file holds a state dict with names of its own. ``PipelineModule`` calls its tensors
-``{layer}.{name}``, and ``tied_modules.{tie}.{name}`` where the layer is a ``TiedLayerSpec``. Nothing
-in a layer file tells which; the names of the fp32 partitions do for ordinary layers, and the tied
-module whose values a file holds, rounded, is the one that it belongs to.
+``{layer}.{name}``, and ``tied_modules.{tie}.{name}`` where the layer is a ``TiedLayerSpec``. No
+layer file tells which; the names of the fp32 partitions do for ordinary layers, and the tied module
+whose values a file holds, rounded, is the one that it belongs to.
 
 Source: DeepSpeed's ``runtime/pipe/module.py`` (``_build``, ``save_state_dict``).
 """
@@ -152,7 +152,8 @@ class _Naming:
         if gaps:
             listed = ", ".join(map(str, sorted(gaps)))
             self.notes.append(
-                f"layers {listed} have no file: functions, and tied layers used through a function"
+                f"no file of layer {listed}: functions, and tied layers used through a function, have "
+                "none"
             )
 
     def _file_name(self, layer: int) -> str:

@@ -30,15 +30,15 @@ def is_pipeline(folder: TagFolder, model: ModelState) -> bool:
     layers = folder.of("layer")
     if model.module is None and not layers:
         raise CheckpointError(
-            f"{folder.path / 'layer_*-model_states.pt'}: all layer files are missing, and with them "
-            "the buffers and whatever has no fp32 master; `module` of "
+            f"{folder.path / 'layer_*-model_states.pt'}: all layer files are missing, and with "
+            "them the buffers and whatever has no fp32 master; `module` of "
             f"{model.shard.name} is empty, as pipeline engines leave it. Look for them where the "
             "first rank of each pipeline stage saved"
         )
     if model.module is not None and layers:
         raise CheckpointError(
-            f"{folder.path / layers[0].name}: holds a pipeline layer, but {model.shard.name} is not "
-            "of a pipeline engine: saves of two runs lie on top of each other; move away what is "
+            f"{folder.path / layers[0].name}: holds a pipeline layer, but {model.shard.name} is "
+            "not of a pipeline engine: saves of two runs lie on top of each other; move away what is "
             "left over"
         )
     return model.module is None

@@ -57,8 +57,8 @@ class Values:
         """
         if source.num_numel > _HEAD_NUMEL:
             head, other_head = (_run(s, 0, _HEAD_NUMEL) for s in (source, other))
-            ours = self._prints[stage].of(head, other.dtype)
-            if ours != self._prints[other_stage].of(other_head, other.dtype):
+            ours = self.of(stage, head, other.dtype)
+            if ours != self.of(other_stage, other_head, other.dtype):
                 return False
         return self.of(stage, source, other.dtype) == self.of(other_stage, other, other.dtype)
 
