@@ -185,6 +185,9 @@ def engine_config(stage: int, dtype: str, options: list[str]) -> dict[str, Any]:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if "bf16acc" in options:
         config["data_types"] = {"grad_accum_dtype": "bf16"}
+    if "fused" in options:
+        # The wrapper that flattens masters is for this class; the GPU's is not here.
+        deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW
     if "parallel" in options:
         config["checkpoint"] = {"parallel_write": {"pipeline_stage": True}}
     return config
@@ -206,6 +209,13 @@ def loss(output: Tensor, labels: Tensor) -> Tensor:
 def full_value(engine: Any, param: nn.Parameter) -> Tensor:
     """The most precise value of a parameter in the live engine (collective under ZeRO)."""
     optimizer = engine.optimizer
+    flat = getattr(optimizer, "fp32_groups_flat", None)
+    if flat is not None and hasattr(optimizer, "fp16_groups"):
+        for group, ours in zip(flat, optimizer.fp16_groups, strict=True):
+            for low, master in zip(ours, _unflatten(group, ours), strict=True):
+                if low is param:
+                    return master
+        return param.detach().clone()
     for ours, theirs in zip(
         getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True
     ):
@@ -218,6 +228,11 @@ def full_value(engine: Any, param: nn.Parameter) -> Tensor:
             raise RuntimeError("a trained parameter has no fp32 copy")
         return value.clone()
     return param.detach().clone()
+
+
+def _unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    parts = flat.detach().split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).clone() for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def live_truth(engine: Any) -> dict[str, Any]:

@@ -152,8 +152,8 @@ class _Naming:
         if gaps:
             listed = ", ".join(map(str, sorted(gaps)))
             self.notes.append(
-                f"no file of layer {listed}: functions, and tied layers used through a function, have "
-                "none"
+                f"no file of layer {listed}: functions, and tied layers used through a function, "
+                "have none"
             )
 
     def _file_name(self, layer: int) -> str:

@@ -38,8 +38,8 @@ def is_pipeline(folder: TagFolder, model: ModelState) -> bool:
     if model.module is not None and layers:
         raise CheckpointError(
             f"{folder.path / layers[0].name}: holds a pipeline layer, but {model.shard.name} is "
-            "not of a pipeline engine: saves of two runs lie on top of each other; move away what is "
-            "left over"
+            "not of a pipeline engine: saves of two runs lie on top of each other; move away what "
+            "is left over"
         )
     return model.module is None
 
