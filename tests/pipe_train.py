@@ -290,8 +290,8 @@ def run(out: Path, text: str) -> None:
     engine.destroy()
 
 
-def main(out: str, *runs: str) -> None:
-    """Do all runs in turn."""
+def start() -> None:
+    """Join the other processes."""
     # DeepSpeed's shared-memory collectives leave their buffers in /dev/shm; gloo does without.
     # (`deepspeed.comm.torch` would be torch itself.)
     backend = importlib.import_module("deepspeed.comm.torch")
@@ -300,6 +300,11 @@ def main(out: str, *runs: str) -> None:
     # Whether this CPU is fast at fp16 does not matter here.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.set_num_threads(1)
+
+
+def main(out: str, *runs: str) -> None:
+    """Do all runs in turn."""
+    start()
     for text in runs:
         run(Path(out), text)
     torch.distributed.barrier()

@@ -220,6 +220,7 @@ class _Naming:
                 self._place(stage, file, prefix, prefix)
             for key in masters:
                 self._enter_name(stage, prefix + key)
+            self._enter_lost(stage, prefix, module)
         for file, _ in module.files[1:]:
             first = module.files[0][0]
             for key in self._own_copies(file, first, module):
@@ -287,6 +288,12 @@ class _Naming:
         shape = self.stages[stage].partitions[name].shape
         placeholder = ModuleKey(shape, ("pipeline", stage, name), None, False)
         self.modules[stage].setdefault(name, placeholder)
+
+    def _enter_lost(self, stage: int, prefix: str, module: _Tied) -> None:
+        """Enter buffers that are recorded but lie in no file, so that they are asked for."""
+        for key in module.buffers if not module.files else ():
+            identity = ("pipeline", stage, prefix + key)
+            self.modules[stage][prefix + key] = ModuleKey((), identity, None, True)
 
     def _infer_ties(self) -> None:
         """Find modules that are two layers, and parameters with two names, by their values.

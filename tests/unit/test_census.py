@@ -234,8 +234,6 @@ def test_every_damaged_file_is_named(tmp_path):
     [
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert-parallel (MoE)"),
         ("expert_1_mp_rank_00_model_states.pt", "expert-parallel (MoE)"),
-        ("layer_01-model_states.pt", "pipeline-parallel"),
-        ("layer_01-model_00-model_states.pt", "pipeline-parallel"),
         ("mp_rank_00_model_states.pt-0.1", "checkpoint.writer"),
     ],
 )
@@ -289,7 +287,6 @@ def test_tensor_parallel_names_without_a_size_are_refused(tmp_path):
     ("name", "words"),
     [
         ("tp2_z1_fp32_w2", "tensor-parallel"),
-        ("pipe_z1_bf16_w2", "pipeline-parallel"),
         ("moe_z2_bf16_w2", "expert-parallel"),
     ],
 )
