@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 from dist_consolidate import CheckpointError, consolidate, open_checkpoint
+from dist_consolidate.checkpoint.jobs import run_here
+from dist_consolidate.checkpoint.layout import find_tag
+from dist_consolidate.checkpoint.reader import read_checkpoint
 from tests.cases import assert_same_bits, load_output
 from tests.pipe_cases import Pipeline, load_strictly, train_pipelines
 
@@ -185,6 +189,15 @@ def test_masters_missing_beside_stage_0(pipelines: dict[str, Pipeline], tmp_path
     for index in (0, 1):
         name = f"bf16_zero_pp_rank_0_mp_rank_{index:02d}_optim_states.pt"
         assert f"{name}: is missing, and with it every fp32 master" in str(refusal.value)
+
+
+@pytest.mark.parametrize("pipeline", ["plain:1:bf16:2:bf16opt", "frozen:1:bf16:2"], indirect=True)
+def test_without_ties_no_rank_need_see_everything(pipeline: Pipeline, tmp_path: Path) -> None:
+    whole = find_tag(pipeline.ckpt)
+    (tmp_path / "seen").mkdir()
+    seen = dataclasses.replace(whole, path=tmp_path / "seen")
+    found = read_checkpoint(seen, lambda _, jobs: run_here(whole, jobs))
+    assert found == read_checkpoint(whole)
 
 
 def _copy(source: Path, target: Path) -> Path:

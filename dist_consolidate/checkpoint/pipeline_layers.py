@@ -10,6 +10,7 @@ Source: DeepSpeed's ``runtime/pipe/module.py`` (``_build``, ``save_state_dict``)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, ModuleKey, Source
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.states import ModuleEntry, TensorsState
-from dist_consolidate.errors import Problems
+from dist_consolidate.errors import CheckpointError, Problems
 
 _TIED = "tied_modules."
 
@@ -306,7 +307,8 @@ class _Naming:
                 if known or key.is_buffer or key.source is None:
                     continue
                 if key.source.dtype.is_floating and key.source.num_numel > 1:
-                    self._infer_tie(stage, name, key.source)
+                    with contextlib.suppress(CheckpointError):  # a shard that is not seen here
+                        self._infer_tie(stage, name, key.source)
 
     def _infer_tie(self, stage: int, name: str, own: Source) -> None:
         for holder, source in self.partitions[stage].items():
@@ -351,8 +353,9 @@ class _Naming:
                 source = module[name].source
             if source is None or source.shape != own.shape:
                 continue
-            if self.values.agree(index, source, index, own.source):
-                confirmed.add((alias, name))
+            with contextlib.suppress(CheckpointError):  # a shard that is not seen here
+                if self.values.agree(index, source, index, own.source):
+                    confirmed.add((alias, name))
         return frozenset(confirmed)
 
 

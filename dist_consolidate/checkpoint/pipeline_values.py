@@ -11,6 +11,7 @@ from pathlib import Path
 from dist_consolidate.checkpoint.model import Block, FlatGroup, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.dtypes import DType
+from dist_consolidate.errors import CheckpointError
 
 _HEAD_NUMEL = 4096
 
@@ -37,7 +38,13 @@ class Values:
         """Digest a tensor of a stage, rounded (see :meth:`Fingerprints.of`)."""
         key = (stage, source, dtype.name)
         if key not in self._known:
-            self._known[key] = self._prints[stage].of(source, dtype)
+            try:
+                self._known[key] = self._prints[stage].of(source, dtype)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{error}; it is needed to compare what several pipeline stages or layers "
+                    "hold, so put the checkpoint where the first rank sees all of it"
+                ) from error
         return self._known[key]
 
     def agree(self, stage: int, source: Source, other_stage: int, other: Source) -> bool:
@@ -67,15 +74,15 @@ class Values:
         if not self.is_telling(0, source):
             return None
         numel = min(source.num_numel, _HEAD_NUMEL)
-        return self._prints[0].of(_run(source, 0, numel), source.dtype)
+        return self.of(0, _run(source, 0, numel), source.dtype)
 
     def is_telling(self, stage: int, source: Source) -> bool:
         """Tell whether a tensor's first elements differ, so that agreeing with it says much."""
         numel = min(source.num_numel, _HEAD_NUMEL) - 1
         if numel < 1:
             return False
-        prints, dtype = self._prints[stage], source.dtype
-        return prints.of(_run(source, 0, numel), dtype) != prints.of(_run(source, 1, numel), dtype)
+        head, behind = _run(source, 0, numel), _run(source, 1, numel)
+        return self.of(stage, head, source.dtype) != self.of(stage, behind, source.dtype)
 
 
 def _run(source: Source, start_numel: int, num_numel: int) -> Source:

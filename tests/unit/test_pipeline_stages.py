@@ -1,11 +1,13 @@
 """Pipeline checkpoints that are incomplete or contradict themselves, and the names of the rest."""
 
+import dataclasses
 import shutil
 
 import pytest
 import torch
 
 from dist_consolidate import CheckpointError, consolidate, open_checkpoint
+from dist_consolidate.checkpoint.jobs import run_here
 from dist_consolidate.checkpoint.layout import find_tag
 from dist_consolidate.checkpoint.pipeline_layers import layer_of, tie_of
 from dist_consolidate.checkpoint.reader import read_checkpoint
@@ -209,6 +211,18 @@ def test_missing_masters_of_a_stage(copy, index):
     message = refusal(folder)
     assert f"{path}: is missing, and with it every fp32 master of model-parallel index" in message
     assert message.count("is missing") == 1
+
+
+def test_what_the_first_rank_must_see(copy, tmp_path):
+    """Tied masters are compared by the first rank; where it cannot, it does not guess."""
+    folder = copy(Z1)
+    whole = find_tag(folder)
+    shutil.copytree(folder, tmp_path / "seen")
+    (tmp_path / "seen" / OPTIM.format(1)).unlink()
+    seen = dataclasses.replace(whole, path=tmp_path / "seen")
+    with pytest.raises(CheckpointError, match="where the first rank sees all of it") as caught:
+        read_checkpoint(seen, lambda _, jobs: run_here(whole, jobs))
+    assert f"{tmp_path / 'seen' / OPTIM.format(1)}: No such file" in str(caught.value)
 
 
 # What contradicts.
