@@ -33,6 +33,7 @@ def consolidate(
     strip_prefix: Sequence[str] = (),
     rename: Sequence[str] = (),
     include: Sequence[str] = (),
+    pipeline_names: str = "module",
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -67,6 +68,8 @@ def consolidate(
             names in the checkpoint.
         include: ``["optimizer"]`` writes the optimizer's states (Adam's moments), too: files in the
             folder ``optimizer_states`` of the result, one state each, in the element type on disk.
+        pipeline_names: Names of a pipeline's tied layers: ``module`` (once, as ``PipelineModule``
+            names them) or ``layer`` (under each layer that has a file).
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -96,6 +99,7 @@ def consolidate(
             "strip_prefix": strip_prefix,
             "rename": rename,
             "include": include,
+            "pipeline_names": pipeline_names,
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,

@@ -95,6 +95,12 @@ def _add_result(group: argparse._ArgumentGroup) -> None:
 def _add_names(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
+        "--pipeline-names",
+        choices=CHOICES["pipeline_names"],
+        help="tied layers of a pipeline: module (once, as PipelineModule names them), layer (under "
+        "each layer that has a file) (default: module)",
+    )
+    add(
         "--strip-prefix",
         metavar="PREFIX",
         action="append",

@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", "allgather", "gather", "direct"),
     "device": ("auto", "cpu", "cuda"),
     "io": ("auto", "buffered", "direct"),
+    "pipeline_names": ("module", "layer"),
 }
 # What may be written beside the weights.
 INCLUDES = ("optimizer",)
@@ -44,6 +45,8 @@ class Options:
         strip_prefix: Prefixes to take off the names, one after another.
         rename: Changes of names, each ``REGEX=REPL``, applied in order after that.
         include: What to write beside the weights: ``optimizer`` for its states.
+        pipeline_names: Names of a pipeline's tied layers: ``module`` for ``PipelineModule``'s,
+            ``layer`` for one name per layer that has a file.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
@@ -65,6 +68,7 @@ class Options:
     strip_prefix: tuple[str, ...] = ()
     rename: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
+    pipeline_names: str = "module"
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"

@@ -118,6 +118,7 @@ def _request(options: Options) -> Request:
         claims=options.tie_pairs,
         trust_masters=options.trust_masters,
         include_optimizer="optimizer" in options.include,
+        pipeline_names=options.pipeline_names,
     )
 
 

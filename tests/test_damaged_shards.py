@@ -24,7 +24,9 @@ from tests.cases import (
     lost_keys,
 )
 
-READ = {name for name, case in CASES.items() if case.layout in ("plain", "experts")}
+READ = {name for name, case in CASES.items() if case.layout in ("plain", "experts", "pipeline")}
+# At stage 0 no file holds the name of a tied layer.
+RENAMED = {"pipe_z0_fp32_w2": [r"^0\.weight$=tied_modules.embed.weight"]}
 Damage = Callable[[Path], object]
 DAMAGES: dict[str, Damage] = {
     "removed": Path.unlink,
@@ -51,7 +53,13 @@ def plain_name(path: Path) -> str:
 def outcome(case: Case, ckpt: Path, out: Path) -> str | None:
     """Consolidate what can be; give the error's text, or check the result."""
     try:
-        consolidate(ckpt, out, tag=case.tag, allow_missing=lost_keys(case))
+        consolidate(
+            ckpt,
+            out,
+            tag=case.tag,
+            allow_missing=lost_keys(case),
+            rename=RENAMED.get(case.name, ()),
+        )
     except ConsolidateError as error:
         assert not out.exists()
         return str(error)

@@ -129,6 +129,8 @@ class Assembly:
             )
         if self.experts is not None:
             found = self._expert_masters(self.experts)
+        elif self.model.module is None:
+            return {}  # a pipeline's: its layer files are needed to find them
         else:
             found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
         module = self.model.module or {}

@@ -12,24 +12,8 @@ from dist_consolidate.checkpoint.writers import plain_name
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
-def refuse_other_kinds(folder: TagFolder) -> None:
-    """Refuse what the file names alone give away.
-
-    Args:
-        folder: The shards.
-
-    Raises:
-        UnsupportedLayoutError: For pipeline checkpoints.
-    """
-    if folder.of("layer"):
-        raise UnsupportedLayoutError(
-            f"{folder.path}: is a pipeline-parallel checkpoint ({folder.of('layer')[0].name} holds "
-            "a pipeline layer); this version does not read those"
-        )
-
-
 def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> None:
-    """Refuse tensor and pipeline parallelism.
+    """Refuse tensor parallelism.
 
     Args:
         folder: The shards.
@@ -37,14 +21,9 @@ def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> N
         grid: How the model is spread.
 
     Raises:
-        UnsupportedLayoutError: If the model is spread over several model-parallel ranks.
+        UnsupportedLayoutError: If the model is spread over several tensor-parallel ranks.
     """
-    if model.module is None:
-        raise UnsupportedLayoutError(
-            f"{folder.path}: is a pipeline-parallel checkpoint (`module` of {model.shard.name} is "
-            "empty); this version does not read those"
-        )
-    if grid.size > 1:
+    if grid.size > 1 and (grid.tensor_degree > 1 or model.module is not None):
         raise UnsupportedLayoutError(
             f"{folder.path}: is a tensor-parallel checkpoint (model-parallel size "
             f"{grid.size}); this version does not read those"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dist_consolidate.checkpoint import census, writers
+from dist_consolidate.checkpoint import census, pipeline, writers
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.experts import Experts, gather, refuse_kinds, with_experts
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
@@ -13,6 +13,7 @@ from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.moments import with_moments
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
+from dist_consolidate.checkpoint.pipeline_stages import PipelineStages, is_pipeline
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
@@ -39,7 +40,6 @@ def read_checkpoint(
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
     folder, notes = writers.settle(folder)
-    census.refuse_other_kinds(folder)
     jobs = _jobs(folder)
     findings = dict(zip(jobs, run(folder, jobs), strict=True))
     problems = Problems()
@@ -62,17 +62,33 @@ def read_checkpoint(
             raise
         except CheckpointError as error:
             problems.add(str(error))
+    piped = is_pipeline(folder, primary)
+    if piped and len(parts) == grid.size:
+        models, optims = [part.model for part in parts], [part.optims for part in parts]
+        pipeline.check_stages(folder, grid, models, optims, problems)
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
-    checkpoints = [
-        Assembly(part.folder, part.model, part.optims, run, request, part.experts).checkpoint()
-        for part in parts
-    ]
-    checkpoint = dataclasses.replace(checkpoints[0], notes=(*notes, *checkpoints[0].notes))
+    if piped:
+        checkpoint = _joined_stages(folder, grid, parts, run, request)
+    else:
+        checkpoint = _assembled(parts, run, request)[0]
+    checkpoint = dataclasses.replace(checkpoint, notes=(*notes, *checkpoint.notes))
     if request.include_optimizer:
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)
     return checkpoint
+
+
+def _joined_stages(
+    folder: TagFolder, grid: Grid, parts: Sequence[_Part], run: Runner, request: Request
+) -> Checkpoint:
+    stages = PipelineStages(folder, grid, pipeline.read_layers(folder, grid, run))
+    optims = [part.optims for part in parts]
+    models = stages.with_shapes([part.model for part in parts], optims)
+    whole = [dataclasses.replace(p, model=m) for p, m in zip(parts, models, strict=True)]
+    found = _assembled(whole, run, dataclasses.replace(request, claims=()))
+    named = stages.with_layers(models, found, request.pipeline_names)
+    return pipeline.merge_stages(folder, named, request.claims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +117,14 @@ def _only_part(folder: TagFolder, parts: Sequence[_Part]) -> _Part:
             "this version does not read; consolidate without --include optimizer"
         )
     return part
+
+
+def _assembled(parts: Sequence[_Part], run: Runner, request: Request) -> list[Checkpoint]:
+    """Locate the weights of each model-parallel index on its own."""
+    return [
+        Assembly(part.folder, part.model, part.optims, run, request, part.experts).checkpoint()
+        for part in parts
+    ]
 
 
 def _jobs(folder: TagFolder) -> list[Job]:

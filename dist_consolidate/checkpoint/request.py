@@ -13,8 +13,10 @@ class Request:
         claims: Ties, as pairs of alias and source.
         trust_masters: Take fp32 masters although ``module`` holds other values.
         include_optimizer: Locate the optimizer's states, too.
+        pipeline_names: How a pipeline's tied layers are named: ``module`` or ``layer``.
     """
 
     claims: tuple[tuple[str, str], ...] = ()
     trust_masters: bool = False
     include_optimizer: bool = False
+    pipeline_names: str = "module"

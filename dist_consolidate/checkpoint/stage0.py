@@ -29,7 +29,7 @@ _MIN_CERTAIN = 2
 
 
 @dataclasses.dataclass(slots=True)
-class _Master:
+class Master:
     """A master, the group it lies in, and the keys it may belong to (places in the model)."""
 
     span: TensorSpan
@@ -84,7 +84,7 @@ class _Matching:
         _settle_equal(found, self.prints)
         still = sum(len(master.places) > 1 for master in found)
         for group in {master.group for master in found}:
-            _narrow([master for master in found if master.group == group])
+            narrow([master for master in found if master.group == group])
         by_order = still - sum(len(master.places) > 1 for master in found)
         if by_order:
             self.notes.append(
@@ -102,14 +102,14 @@ class _Matching:
             alike.setdefault(key, []).append(place)
         return alike
 
-    def _masters(self, alike: dict[tuple[object, ...], list[int]]) -> Iterable[_Master]:
+    def _masters(self, alike: dict[tuple[object, ...], list[int]]) -> Iterable[Master]:
         for group, spans in enumerate(self.model.optimizer or ()):
             if self.model.flat_masters:
                 yield from self._cut(group, spans[0])
                 continue
             for span in spans:
                 if span.num_numel:
-                    yield _Master(span, group, self._places(span, alike))
+                    yield Master(span, group, self._places(span, alike))
 
     def _places(self, span: TensorSpan, alike: dict[tuple[object, ...], list[int]]) -> list[int]:
         places: list[int] = []
@@ -120,17 +120,17 @@ class _Matching:
     def _rounded(self, span: TensorSpan, dtype: DType) -> bytes:
         return self.prints.of(Source("module", span.shape, span.dtype, span=span), dtype)
 
-    def _cut(self, group: int, flat: TensorSpan) -> list[_Master]:
+    def _cut(self, group: int, flat: TensorSpan) -> list[Master]:
         """Cut a flat master where the views of its 16-bit twin begin and end."""
         views: dict[str, list[int]] = {}
         for place, entry in enumerate(self.entries):
             views.setdefault(entry.ref.storage.key, []).append(place)
         twins = [places for places in views.values() if self._is_twin(flat, places)]
         if not twins:
-            return [_Master(flat, group, [])]
+            return [Master(flat, group, [])]
         # Several twins of the same values: each view may belong to any of them.
         return [
-            _Master(_view(flat, self.entries[place]), group, sorted(p[k] for p in twins))
+            Master(_view(flat, self.entries[place]), group, sorted(p[k] for p in twins))
             for k, place in enumerate(twins[0])
         ]
 
@@ -144,7 +144,7 @@ class _Matching:
         theirs = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
         return self._rounded(span, entry.span.dtype) == self.prints.of(theirs, entry.span.dtype)
 
-    def _named(self, found: list[_Master]) -> dict[str, Source]:
+    def _named(self, found: list[Master]) -> dict[str, Source]:
         settled: dict[int, TensorSpan] = {}
         unclear = {place for m in found if len(m.places) > 1 for place in m.places}
         for master in found:
@@ -193,7 +193,7 @@ def _view(flat: TensorSpan, entry: ModuleEntry) -> TensorSpan:
     )
 
 
-def _narrow(group: list[_Master]) -> None:
+def narrow(group: list[Master]) -> None:
     """Use the order of a group that follows the model: each master lies between its neighbours.
 
     Whether it does is seen from the masters that fit one key only; if those are out of order, the
@@ -215,10 +215,10 @@ def _narrow(group: list[_Master]) -> None:
         behind = master.places[-1] if master.places else behind
 
 
-def _settle_equal(found: list[_Master], prints: Fingerprints) -> None:
+def _settle_equal(found: list[Master], prints: Fingerprints) -> None:
     """Deal out masters that fit the same keys and are equal bit for bit: any order is right."""
     taken = {m.places[0] for m in found if len(m.places) == 1}
-    alike: dict[tuple[int, ...], list[_Master]] = {}
+    alike: dict[tuple[int, ...], list[Master]] = {}
     for master in found:
         master.places = [
             place for place in master.places if len(master.places) == 1 or place not in taken

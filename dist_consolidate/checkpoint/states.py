@@ -61,6 +61,10 @@ class ModelState:
         ds_version: The DeepSpeed release that wrote it.
         parallel_degrees: Pipeline stages and tensor-parallel ranks, where recorded.
         experts: What is recorded about experts.
+        moments: Of an optimizer without masters of its own, one moment of each parameter it has
+            stepped, in its order: they tell how many parameters there are, and of which shape.
+        is_partitioned: Whether ``optimizer`` is one rank's share of a partitioned optimizer, whose
+            files lie beside this one.
     """
 
     shard: ShardFile
@@ -81,6 +85,8 @@ class ModelState:
     ds_version: str | None
     parallel_degrees: tuple[int, int] | None = None
     experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
+    moments: tuple[TensorSpan, ...] = ()
+    is_partitioned: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +120,8 @@ class OptimState:
         step: Steps the optimizer has taken, where it says so.
         ds_version: The DeepSpeed release that wrote it.
         experts: What is recorded about experts.
+        slices: ``param_slice_mappings``, group by group: where in this rank's part its elements of
+            each parameter begin, and how many they are.
     """
 
     shard: ShardFile
@@ -126,6 +134,7 @@ class OptimState:
     step: int | None
     ds_version: str | None
     experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
+    slices: tuple[dict[str, tuple[int, int]], ...] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -272,8 +281,27 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         alignment_paddings=_paddings(archive.path, state.get("param_alignment_paddings")),
         step=_optimizer_step(archive, state),
         ds_version=_text(tree.get("ds_version")),
+        slices=_slices(state.get("param_slice_mappings")),
         experts=facts_of_optim(tree, state),
     )
+
+
+def _slices(value: Any) -> tuple[dict[str, tuple[int, int]], ...] | None:  # noqa: ANN401
+    """Read ``param_slice_mappings``: per group, names to (first element, number of elements)."""
+    if not isinstance(value, list | tuple):
+        return None
+    groups = []
+    for group in value:
+        found = {}
+        for name, address in (as_mapping(group) or {}).items():
+            state = address.state if isinstance(address, Inert) else None
+            fields = state if isinstance(state, Mapping) else {}
+            start, numel = _integer(fields.get("start")), _integer(fields.get("numel"))
+            if not isinstance(name, str) or start is None or numel is None:
+                return None
+            found[name] = (start, numel)
+        groups.append(found)
+    return tuple(groups)
 
 
 def _optimizer_step(archive: Archive, state: Mapping[str, Any]) -> int | None:
@@ -352,6 +380,9 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         ds_version=_text(tree.get("ds_version")),
         parallel_degrees=_degrees(tree.get("checkpoint_parallel_dimensions")),
         experts=facts_of_model(tree),
+        moments=_moments(archive, tree.get("optimizer")),
+        is_partitioned="single_partition_of_fp32_groups"
+        in (as_mapping(tree.get("optimizer")) or {}),
     )
 
 
@@ -470,6 +501,18 @@ def fp32_masters(
         return tuple((span,) for span in _spans(archive, flat, "fp32_groups_flat")), True
     groups = optimizer.get("fp32_groups", ())
     return tuple(tuple(_spans(archive, group, "fp32_groups")) for group in groups), False
+
+
+def _moments(archive: Archive, optimizer: Any) -> tuple[TensorSpan, ...]:  # noqa: ANN401
+    """Find one moment of each parameter in a torch optimizer's own state dict."""
+    states = as_mapping((as_mapping(optimizer) or {}).get("state")) or {}
+    found = []
+    for state in states.values():
+        tensors = (t for t in (as_mapping(state) or {}).values() if isinstance(t, TensorRef))
+        moment = next((t for t in tensors if t.shape), None)
+        if moment is not None:
+            found.append(archive.span(moment))
+    return tuple(found)
 
 
 def _zero_config(config: Any) -> Mapping[str, Any]:  # noqa: ANN401

@@ -168,6 +168,8 @@ class _Resolver:
 
 
 def _why_missing(ckpt: Checkpoint) -> str:
+    if ckpt.stage != 3:
+        return "a buffer of a pipeline's tied module of which no stage saved a layer file"
     if ckpt.stage == 3 and not ckpt.saves_frozen:
         return "ZeRO-3 of this release saved no frozen values, or they were excluded when saving"
     return "in no param group when saved: ZeRO-3 keeps such values in no file"

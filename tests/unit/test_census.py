@@ -230,21 +230,6 @@ def test_every_damaged_file_is_named(tmp_path):
     assert {item.split(": ")[0] for item in found} == {str(path) for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("layer_01-model_states.pt", "pipeline-parallel"),
-        ("layer_01-model_00-model_states.pt", "pipeline-parallel"),
-    ],
-)
-def test_kinds_that_names_give_away(tmp_path, name, words):
-    (make(tmp_path, 2).tag_dir / name).write_bytes(b"anything")
-    message = refusal(tmp_path, UnsupportedLayoutError)
-    assert words in message
-    assert name in message
-    assert "\n" not in message
-
-
 def with_mp_rank_1(folder: Path) -> None:
     """Give rank 1's files the names that sequence parallelism gave them."""
     for path in list(folder.iterdir()):
@@ -288,7 +273,6 @@ def test_tensor_parallel_names_without_a_size_are_refused(tmp_path):
     ("name", "words"),
     [
         ("tp2_z1_fp32_w2", "tensor-parallel"),
-        ("pipe_z1_bf16_w2", "pipeline-parallel"),
     ],
 )
 def test_real_checkpoints_of_other_kinds(name, words):

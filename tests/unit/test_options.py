@@ -36,6 +36,7 @@ def test_defaults():
         "strip_prefix": (),
         "rename": (),
         "include": (),
+        "pipeline_names": "module",
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -54,8 +55,9 @@ def test_choices(name):
         more = {"format": "bin"} if choice == "alias" else {}
         assert getattr(make_options({name: choice, **more}), name) == choice
     choices = ", ".join(CHOICES[name])
-    assert refusal(**{name: "gguf"}) == f"--{name} gguf: must be one of {choices}"
-    assert refusal(**{name: 3}) == f"--{name} 3: must be one of {choices}"
+    flag = "--" + name.replace("_", "-")
+    assert refusal(**{name: "gguf"}) == f"{flag} gguf: must be one of {choices}"
+    assert refusal(**{name: 3}) == f"{flag} 3: must be one of {choices}"
 
 
 @pytest.mark.parametrize("name", ["format", "dtype", "transport", "device", "io"])
@@ -66,7 +68,7 @@ def test_choices_that_cannot_be_left_open(name):
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("value", [["bin"], {"a": 1}])
 def test_choices_of_a_wrong_type(name, value):
-    assert refusal(**{name: value}).startswith(f"--{name} ")
+    assert refusal(**{name: value}).startswith(f"--{name.replace('_', '-')} ")
 
 
 @pytest.mark.parametrize("name", ["exclude_frozen", "trust_masters", "overwrite"])
@@ -212,6 +214,7 @@ trust_masters = true
 strip-prefix = ["module."]
 rename = ["a=b"]
 include = ["optimizer"]
+pipeline-names = "layer"
 transport = "direct"
 writers = 2
 bucket_size = 1000000
