@@ -29,6 +29,8 @@ def consolidate(
     tie: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     exclude_frozen: bool = False,
+    tp_rules: StrPath | None = None,
+    hf_config: StrPath | None = None,
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -55,6 +57,10 @@ def consolidate(
         tie: Further ties, each ``"NAME=SOURCE"``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
+        tp_rules: A TOML file that says how tensor-parallel shards go together, where the
+            checkpoint does not.
+        hf_config: The ``config.json`` of a tensor-parallel Hugging Face model, or the folder that
+            holds it, for the same purpose.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -80,6 +86,8 @@ def consolidate(
             "tie": tie,
             "allow_missing": allow_missing,
             "exclude_frozen": exclude_frozen,
+            "tp_rules": None if tp_rules is None else os.fspath(tp_rules),
+            "hf_config": None if hf_config is None else os.fspath(hf_config),
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,
@@ -132,12 +140,20 @@ def run(
             raise
 
 
-def open_checkpoint(ckpt_dir: StrPath, tag: str | None = None) -> LazyCheckpoint:
+def open_checkpoint(
+    ckpt_dir: StrPath,
+    tag: str | None = None,
+    *,
+    tp_rules: StrPath | None = None,
+    hf_config: StrPath | None = None,
+) -> LazyCheckpoint:
     """Open a ZeRO checkpoint without reading a weight.
 
     Args:
         ckpt_dir: The folder DeepSpeed saved into, or a tag folder inside it.
         tag: Tag to read; by default what ``latest`` names, else the newest step.
+        tp_rules: As :func:`consolidate`.
+        hf_config: As :func:`consolidate`.
 
     Returns:
         A mapping of the model's keys to lazy tensors. Keys without data are not in it but in its
@@ -146,6 +162,7 @@ def open_checkpoint(ckpt_dir: StrPath, tag: str | None = None) -> LazyCheckpoint
     Raises:
         ConsolidateError: If the checkpoint is incomplete or unreadable.
     """
+    from dist_consolidate.checkpoint.tensor_settle import merging_from
     from dist_consolidate.lazy import open_lazily
 
-    return open_lazily(Path(ckpt_dir), tag)
+    return open_lazily(Path(ckpt_dir), tag, merging_from(tp_rules, hf_config))

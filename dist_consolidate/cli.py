@@ -80,6 +80,17 @@ def _parser() -> argparse.ArgumentParser:
         help="leave frozen parameters out",
     )
     add(
+        "--tp-rules",
+        metavar="FILE.toml",
+        help="how tensor-parallel shards go together, where the checkpoint does not record it",
+    )
+    add(
+        "--hf-config",
+        metavar="PATH",
+        help="config.json of a tensor-parallel Hugging Face model, or its folder, for the same "
+        "purpose (default: the one in CKPT_DIR, if it is needed)",
+    )
+    add(
         "--transport",
         choices=CHOICES["transport"],
         help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "

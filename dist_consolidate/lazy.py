@@ -11,6 +11,7 @@ from dist_consolidate.checkpoint.fragments import fragments
 from dist_consolidate.checkpoint.layout import TagFolder, find_tag
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
+from dist_consolidate.checkpoint.tensor_settle import Merging
 from dist_consolidate.options import Options
 from dist_consolidate.plan.plan import Plan
 
@@ -112,11 +113,13 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         return data.view(getattr(torch, source.dtype.name)).view(source.shape)
 
 
-def open_lazily(checkpoint_dir: Path, tag: str | None) -> LazyCheckpoint:
+def open_lazily(
+    checkpoint_dir: Path, tag: str | None, merging: Merging | None = None
+) -> LazyCheckpoint:
     """Read the metadata of a checkpoint (see :func:`dist_consolidate.open_checkpoint`)."""
     from dist_consolidate.planning import plan_here
 
     folder = find_tag(checkpoint_dir, tag)
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_checkpoint(folder, merging=merging)
     options = Options(dtype="keep", ties="drop", allow_missing=("*",), max_shard_size=None)
     return LazyCheckpoint(folder, checkpoint, plan_here(checkpoint, options))

@@ -35,6 +35,8 @@ class Options:
         tie: Ties on top of those found, each ``NAME=SOURCE``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
+        tp_rules: A file of rules for tensor parallelism.
+        hf_config: The ``config.json`` of a tensor-parallel model, or the folder that holds it.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
@@ -52,6 +54,8 @@ class Options:
     tie: tuple[str, ...] = ()
     allow_missing: tuple[str, ...] = ()
     exclude_frozen: bool = False
+    tp_rules: str | None = None
+    hf_config: str | None = None
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"
@@ -72,6 +76,9 @@ class Options:
                 raise UsageError(f"{_flag(name)} {value}: must be one of {', '.join(choices)}")
         if not isinstance(self.tag, str | None):
             raise UsageError(f"--tag {self.tag!r}: must be a name")
+        for name in ("tp_rules", "hf_config"):
+            if not isinstance(getattr(self, name), str | None):
+                raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be a path")
         for name in ("tie", "allow_missing"):
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")

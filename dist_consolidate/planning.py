@@ -15,6 +15,7 @@ from dist_consolidate.checkpoint.jobs import Finding, Job, run_job
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, list_shards
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
+from dist_consolidate.checkpoint.tensor_settle import merging_from
 from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
@@ -90,7 +91,8 @@ def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> P
 
     def plan() -> Planned:
         try:
-            checkpoint = read_checkpoint(folder, reading.run, options.tie_pairs)
+            merging = merging_from(options.tp_rules, options.hf_config)
+            checkpoint = read_checkpoint(folder, reading.run, options.tie_pairs, merging)
         finally:
             reading.end()
         return Planned(folder, _facts(checkpoint), plan_here(checkpoint, options), visible)

@@ -38,7 +38,7 @@ def refuse_other_kinds(folder: TagFolder) -> None:
 
 
 def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> None:
-    """Refuse tensor and pipeline parallelism.
+    """Refuse pipeline parallelism.
 
     Args:
         folder: The shards.
@@ -46,18 +46,34 @@ def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> N
         grid: How the model is spread.
 
     Raises:
-        UnsupportedLayoutError: If the model is spread over several model-parallel ranks.
+        UnsupportedLayoutError: If the model is spread over several pipeline stages.
     """
     if model.module is None:
         raise UnsupportedLayoutError(
             f"{folder.path}: is a pipeline-parallel checkpoint (`module` of {model.shard.name} is "
             "empty); this version does not read those"
         )
-    if grid.size > 1:
+    if grid.num_stages > 1:
         raise UnsupportedLayoutError(
-            f"{folder.path}: is a tensor-parallel checkpoint (model-parallel size "
-            f"{grid.size}); this version does not read those"
+            f"{folder.path}: is a pipeline-parallel checkpoint ({grid.num_stages} stages are "
+            "recorded); this version does not read those"
         )
+
+
+def check_indices(folder: TagFolder, size: int, problems: Problems) -> None:
+    """Check that no shard belongs to a model-parallel index beyond those there should be.
+
+    Args:
+        folder: The shards.
+        size: Model-parallel indices; with one only, sequence parallelism may number its ranks so.
+        problems: Takes each surplus shard.
+    """
+    for shard in folder.shards:
+        if size > 1 and shard.role != "layer" and shard.mp_rank >= size:
+            problems.add(
+                f"{folder.path / shard.name}: is surplus: model-parallel index {shard.mp_rank}, "
+                f"but the run had {size}; move away what is left over"
+            )
 
 
 def primary_model(folder: TagFolder, mp_rank: int) -> ShardFile:

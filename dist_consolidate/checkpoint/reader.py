@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dist_consolidate.checkpoint import census
 from dist_consolidate.checkpoint.assembly import Assembly
@@ -12,11 +13,16 @@ from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
 from dist_consolidate.checkpoint.states import ModelState, OptimState
+from dist_consolidate.checkpoint.tensor_parallel import TensorRank, merge_tensor_ranks
+from dist_consolidate.checkpoint.tensor_settle import Merging
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
 def read_checkpoint(
-    folder: TagFolder, run: Runner = run_here, claims: Sequence[tuple[str, str]] = ()
+    folder: TagFolder,
+    run: Runner = run_here,
+    claims: Sequence[tuple[str, str]] = (),
+    merging: Merging | None = None,
 ) -> Checkpoint:
     """Read the metadata of a tag.
 
@@ -24,6 +30,7 @@ def read_checkpoint(
         folder: The shards (see :func:`dist_consolidate.checkpoint.layout.find_tag`).
         run: Reads files: gives the finding of each job, in order.
         claims: Ties the user claims, as pairs of alias and source.
+        merging: What the user says about tensor parallelism.
 
     Returns:
         The metadata, with every weight located.
@@ -56,12 +63,41 @@ def read_checkpoint(
             raise
         except CheckpointError as error:
             problems.add(str(error))
+    census.check_indices(folder, grid.size, problems)
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
+    # Only the model states of global rank 0 have recorded ties; they hold for the others too.
+    told = (*claims, *(parts[0].model.shared_params or {}).items())
     checkpoints = [
-        Assembly(part.folder, part.model, part.optims, run, claims).checkpoint() for part in parts
+        Assembly(part.folder, part.model, part.optims, run, told).checkpoint() for part in parts
     ]
-    return checkpoints[0]
+    degree = grid.tensor_degree
+    stages = [
+        _tensor_merged(folder, parts[at : at + degree], checkpoints[at : at + degree], merging)
+        for at in range(0, grid.size, degree)
+    ]
+    return stages[0]
+
+
+def _tensor_merged(
+    folder: TagFolder,
+    parts: Sequence[_Part],
+    checkpoints: Sequence[Checkpoint],
+    merging: Merging | None,
+) -> Checkpoint:
+    """Make the tensor-parallel ranks of one stage one."""
+    if len(parts) == 1:
+        return checkpoints[0]
+    ranks = [
+        TensorRank(part.model.shard.name, checkpoint, _universal_info(part))
+        for part, checkpoint in zip(parts, checkpoints, strict=True)
+    ]
+    return merge_tensor_ranks(folder, ranks, merging or Merging())
+
+
+def _universal_info(part: _Part) -> Mapping[str, Any] | None:
+    states: tuple[ModelState | OptimState, ...] = (part.model, *part.optims)
+    return next((s.universal_info for s in states if s.universal_info is not None), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

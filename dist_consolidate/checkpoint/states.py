@@ -14,6 +14,7 @@ from typing import Any
 from dist_consolidate.checkpoint.archive import Archive
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
+from dist_consolidate.checkpoint.plain import plain_mapping
 from dist_consolidate.checkpoint.unpickle import ODD_TENSOR, Inert, TensorRef
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 
@@ -55,6 +56,7 @@ class ModelState:
         mp_world_size: Model-parallel world size.
         ds_version: The DeepSpeed release that wrote it.
         parallel_degrees: Pipeline stages and tensor-parallel ranks, where recorded.
+        universal_info: ``universal_checkpoint_info`` in plain values: the tensor-parallel layout.
     """
 
     shard: ShardFile
@@ -74,6 +76,7 @@ class ModelState:
     mp_world_size: int | None
     ds_version: str | None
     parallel_degrees: tuple[int, int] | None = None
+    universal_info: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class OptimState:
         expert_groups: Whether a param group belongs to experts.
         step: Steps the optimizer has taken, where it says so.
         ds_version: The DeepSpeed release that wrote it.
+        universal_info: As in :class:`ModelState`; AutoTP keeps it here too.
     """
 
     shard: ShardFile
@@ -119,6 +123,7 @@ class OptimState:
     expert_groups: bool
     step: int | None
     ds_version: str | None
+    universal_info: Mapping[str, Any] | None = None
 
 
 def _wrong(path: Path, what: str) -> CheckpointError:
@@ -226,6 +231,7 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         or "ds_zero_partition_groups" in state,
         step=_optimizer_step(archive, state),
         ds_version=_text(tree.get("ds_version")),
+        universal_info=plain_mapping(state.get("universal_checkpoint_info")),
     )
 
 
@@ -310,6 +316,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         mp_world_size=_integer(tree.get("mp_world_size")),
         ds_version=_text(tree.get("ds_version")),
         parallel_degrees=_degrees(tree.get("checkpoint_parallel_dimensions")),
+        universal_info=plain_mapping(tree.get("universal_checkpoint_info")),
     )
 
 
