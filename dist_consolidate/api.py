@@ -57,10 +57,8 @@ def consolidate(
         tie: Further ties, each ``"NAME=SOURCE"``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
-        tp_rules: A TOML file that says how tensor-parallel shards go together, where the
-            checkpoint does not.
-        hf_config: The ``config.json`` of a tensor-parallel Hugging Face model, or the folder that
-            holds it, for the same purpose.
+        tp_rules: A TOML file that says how tensor-parallel shards go together, if need be.
+        hf_config: A tensor-parallel model's ``config.json`` or its folder, for the same purpose.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.

@@ -51,10 +51,9 @@ def test_lost_values_are_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_other_kinds_are_refused(name: str, tmp_path: Path) -> None:
-    """Tensor-parallel, pipeline and expert checkpoints are refused with one sentence each."""
+    """Pipeline and expert checkpoints are refused with one sentence each."""
     case = CASES[name]
     word = {
-        "tensor_parallel": "is a tensor-parallel checkpoint",
         "pipeline": "is a pipeline-parallel checkpoint",
         "experts": "is an expert-parallel (MoE) checkpoint",
     }[case.layout]

@@ -245,7 +245,7 @@ def test_a_missing_rank(tmp_path, capsys):
 
 
 def test_a_kind_that_is_not_read(capsys, tmp_path):
-    shutil.copytree(CASES["tp2_z1_fp32_w2"].ckpt, tmp_path / "run")
+    shutil.copytree(CASES["pipe_z1_bf16_w2"].ckpt, tmp_path / "run")
     code, lines = error_of(capsys, str(tmp_path / "run"))
     assert (code, len(lines)) == (3, 1)
 

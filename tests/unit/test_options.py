@@ -32,6 +32,8 @@ def test_defaults():
         "tie": (),
         "allow_missing": (),
         "exclude_frozen": False,
+        "tp_rules": None,
+        "hf_config": None,
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -204,6 +206,8 @@ ties = "alias"
 tie = ["head=emb", "a=b"]
 allow-missing = ["x.*"]
 exclude_frozen = true
+tp_rules = "rules.toml"
+hf_config = "model"
 transport = "direct"
 writers = 2
 bucket_size = 1000000
@@ -220,6 +224,7 @@ dry_run = true
     assert options.tie_pairs == (("head", "emb"), ("a", "b"))
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
+    assert (options.tp_rules, options.hf_config) == ("rules.toml", "model")
     assert options.io == "buffered"
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")
 
