@@ -1,8 +1,9 @@
 """Trains small models under DeepSpeed's AutoTP and saves checkpoints with the live engine's truth.
 
-Run under torchrun: ``python -m torch.distributed.run ... -m tests.tp_train OUT RUN...``, where a
-RUN is ``MODEL:STAGE:DTYPE:DEGREE``. Each leaves in ``OUT/MODEL_zSTAGE_DTYPE_tpDEGREE`` the run
-folder ``ckpt``, ``truth.pt`` (the full model in fp32) and the model's ``config.json``.
+Run under torchrun: ``python -m torch.distributed.run ... -m tests.tp_train OUT DEGREE RUN...``,
+where a RUN is ``MODEL:STAGE:DTYPE`` and DEGREE ranks share a model. Each leaves in
+``OUT/MODEL_zSTAGE_DTYPE`` the run folder ``ckpt``, ``truth.pt`` (the full model in fp32) and the
+model's ``config.json``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -18,14 +20,10 @@ import torch
 from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import Tensor, nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
 )
 
 # A prime: no number of ranks shares it evenly.
@@ -82,38 +80,35 @@ def opt() -> nn.Module:
     return OPTForCausalLM(config)
 
 
-def phi3() -> nn.Module:
-    """Fused query, key and value, fused gate and up."""
-    config = Phi3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=32,
-        original_max_position_embeddings=32,
-        attn_implementation="eager",
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    return Phi3ForCausalLM(config)
+class Fused(nn.Module):
+    """Query, key and value in one matrix, gate and up in another, all with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.qkv = nn.Linear(32, 32 + 16 + 16)
+        self.mix = nn.Linear(32, 32)
+        self.gate_up = nn.Linear(32, 2 * 48)
+        self.down = nn.Linear(48, 32)
+        self.out = nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> SimpleNamespace:
+        """Give the loss; each product is of what one rank holds."""
+        hidden = self.embed(input_ids)
+        query, rest = self.qkv(hidden).chunk(2, dim=-1)
+        hidden = hidden + self.mix(query * rest)
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        hidden = hidden + self.down(gate.sigmoid() * up)
+        scores = self.out(hidden).flatten(0, 1)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(scores, labels.flatten()))
 
 
-def gpt2() -> nn.Module:
-    """Fused query, key and value with biases, in matrices that lie transposed."""
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        attn_implementation="eager",
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+FUSED_LAYERS = [
+    {"patterns": [r".*qkv\.weight$"], "partition_type": "column", "shape": [[32, 16, 16], -1]},
+    {"patterns": [r".*gate_up\.weight$"], "partition_type": "column", "shape": [2, -1]},
+    {"patterns": [r".*(mix|down)\.weight$"], "partition_type": "row"},
+    {"patterns": [r".*out\.weight$"], "partition_type": "skip"},
+]
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -121,12 +116,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: llama(tied=True),
     "half": half_frozen_llama,
     "opt": opt,
-    "phi3": phi3,
-    "gpt2": gpt2,
+    "fused": Fused,
 }
 
 
-def engine_config(stage: int, dtype: str, degree: int) -> dict[str, Any]:
+def engine_config(name: str, stage: int, dtype: str, degree: int) -> dict[str, Any]:
     """DeepSpeed's configuration."""
     zero = {
         "stage": stage,
@@ -134,13 +128,18 @@ def engine_config(stage: int, dtype: str, degree: int) -> dict[str, Any]:
         "sub_group_size": 3000,
         "stage3_param_persistence_threshold": 0,
     }
+    parallel: dict[str, Any] = {"autotp_size": degree}
+    if name == "fused":
+        layers = [{**layer, "partition_dim": 0} for layer in FUSED_LAYERS if "shape" in layer]
+        layers += [layer for layer in FUSED_LAYERS if "shape" not in layer]
+        parallel["partition_config"] = {"use_default_specs": False, "layer_specs": layers}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": 1_000_000,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": zero,
         "bf16": {"enabled": dtype == "bf16"},
-        "tensor_parallel": {"autotp_size": degree},
+        "tensor_parallel": parallel,
     }
 
 
@@ -154,8 +153,24 @@ def train(engine: Any) -> None:
         engine.step()
 
 
-def shard_value(param: nn.Parameter, stage: int) -> Tensor:
+def masters(engine: Any) -> dict[int, Tensor]:
+    """The fp32 masters of 16-bit training without ZeRO, by parameter."""
+    optimizer, found = engine.optimizer, {}
+    for index, params in enumerate(getattr(optimizer, "fp16_groups", ())):
+        if hasattr(optimizer, "fp32_groups"):
+            values = optimizer.fp32_groups[index]
+        else:
+            flat = optimizer.fp32_groups_flat[index]
+            values = flat.split([param.numel() for param in params])
+        for param, value in zip(params, values, strict=True):
+            found[id(param)] = value.detach().float().clone()
+    return found
+
+
+def shard_value(param: nn.Parameter, stage: int, apart: dict[int, Tensor]) -> Tensor:
     """This tensor rank's part of a parameter, as precise as the live engine has it."""
+    if id(param) in apart:
+        return apart[id(param)]
     if param.requires_grad and stage:
         value = safe_get_full_fp32_param(param)
         if value is None:
@@ -190,8 +205,9 @@ def gathered_places(layer: nn.Module, stage: int) -> dict[str, Tensor]:
     return places
 
 
-def full_values(model: nn.Module, stage: int, degree: int) -> dict[str, Tensor]:
+def full_values(engine: Any, stage: int, degree: int) -> dict[str, Tensor]:
     """Every parameter in full: each rank's masters, put where DeepSpeed's gathering puts them."""
+    model, apart = engine.module, {} if stage else masters(engine)
     found: dict[str, Tensor] = {}
     names = {id(param): name for name, param in model.named_parameters()}
     for layer in model.modules():
@@ -200,7 +216,7 @@ def full_values(model: nn.Module, stage: int, degree: int) -> dict[str, Tensor]:
         for key, param in own:
             name = names[id(param)]
             if name not in found:
-                value = shard_value(param, stage).flatten()
+                value = shard_value(param, stage, apart).flatten()
                 found[name] = _placed(value, places[key], degree)
     return found
 
@@ -217,10 +233,11 @@ def _placed(value: Tensor, places: Tensor, degree: int) -> Tensor:
     return full.view(places.shape)
 
 
-def live_truth(model: nn.Module, stage: int, degree: int) -> dict[str, Any]:
+def live_truth(engine: Any, stage: int, degree: int) -> dict[str, Any]:
     """Every key of the model with its value, and which names are one parameter."""
+    model = engine.module
     keys = model.state_dict().keys()
-    values = full_values(model, stage, degree)
+    values = full_values(engine, stage, degree)
     owners = {id(param): name for name, param in model.named_parameters()}
     ties = {name: [name] for name in values}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -241,29 +258,30 @@ def run(out: Path, name: str, stage: int, dtype: str, degree: int) -> None:
     """Train one model, save its checkpoint and its truth."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    folder = out / f"{name}_z{stage}_{dtype}_tp{degree}"
+    folder = out / f"{name}_z{stage}_{dtype}"
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[param for param in model.parameters() if param.requires_grad],
-        config=engine_config(stage, dtype, degree),
+        config=engine_config(name, stage, dtype, degree),
     )
     train(engine)
     engine.save_checkpoint(str(folder / "ckpt"))
-    truth = live_truth(engine.module, stage, degree)
+    truth = live_truth(engine, stage, degree)
     if torch.distributed.get_rank() == 0:
         torch.save(truth, folder / "truth.pt")
-        model.config.save_pretrained(folder)
+        if hasattr(model, "config"):
+            model.config.save_pretrained(folder)
     engine.destroy()
 
 
-def main(out: str, *runs: str) -> None:
+def main(out: str, degree: str, *runs: str) -> None:
     """Do all runs in turn."""
     # DeepSpeed's shared-memory collectives leave their buffers in /dev/shm; gloo does without.
     # (As an attribute, `deepspeed.comm.torch` is torch itself.)
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.set_num_threads(1)
-    for name, stage, dtype, degree in (text.split(":") for text in runs):
+    for name, stage, dtype in (text.split(":") for text in runs):
         run(Path(out), name, int(stage), dtype, int(degree))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -14,6 +14,7 @@ from typing import Any
 from dist_consolidate.checkpoint.archive import Archive
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
+from dist_consolidate.checkpoint.nested import check_names, flattened, is_nested
 from dist_consolidate.checkpoint.plain import plain_mapping
 from dist_consolidate.checkpoint.unpickle import ODD_TENSOR, Inert, TensorRef
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
@@ -288,7 +289,12 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
     tree = _state_of(archive)
     if "module" not in tree:
         raise _wrong(archive.path, "has no `module`")
-    module, odd = _module(archive, tree["module"])
+    nested = flattened(_as_mapping(tree["module"]) or {})
+    module, odd = _module(archive, tree["module"] if nested is None else nested)
+    shapes = _param_shapes(archive.path, tree)
+    if nested is not None:
+        known = None if shapes is None else {name for group in shapes for name in group}
+        check_names(archive.path, (module or {}).keys(), known)
     names, shared = tree.get("buffer_names"), tree.get("shared_params")
     frozen = _as_mapping(tree.get("frozen_param_fragments"))
     frozen_shapes = tree.get("frozen_param_shapes")
@@ -299,7 +305,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         module=module,
         odd_entries=odd,
         buffer_names=_names(archive.path, names),
-        param_shapes=_param_shapes(archive.path, tree),
+        param_shapes=shapes,
         frozen_shapes=None
         if frozen_shapes is None
         else _shape_map(archive.path, frozen_shapes, "frozen_param_shapes"),
@@ -360,7 +366,7 @@ def _module(
         if isinstance(tensor, TensorRef):
             plain = dataclasses.replace(tensor, attributes=None)
             entries[name] = ModuleEntry(plain, archive.span(tensor))
-        elif _is_nested(name, tensor):
+        elif is_nested(name, tensor):
             raise UnsupportedLayoutError(
                 f"{archive.path}: `module` is nested ({name!r} holds tensors of its own), as "
                 "Megatron-DeepSpeed writes it; this version reads flat state dicts only"
@@ -376,25 +382,6 @@ def _odd_kind(name: str, value: Inert) -> str:
     """Say what an entry is; an object of a foreign class may be a tensor of some kind."""
     known = value.foreign_name.startswith(ODD_TENSOR) or name.endswith("_extra_state")
     return value.foreign_name if known else f"{ODD_TENSOR} or object of {value.foreign_name}"
-
-
-def _is_nested(name: str, value: Any) -> bool:  # noqa: ANN401
-    """Whether a value of ``module`` is a state dict itself; an extra state may hold anything."""
-    extra = name.endswith("_extra_state")
-    return isinstance(value, Mapping) and not extra and _holds_tensor(value)
-
-
-def _holds_tensor(tree: Mapping[Any, Any]) -> bool:
-    pending: list[Any] = [tree]
-    seen = set()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, TensorRef):
-            return True
-        if isinstance(value, Mapping) and id(value) not in seen:
-            seen.add(id(value))
-            pending.extend(value.values())
-    return False
 
 
 def _names(path: Path, value: Any) -> frozenset[str] | None:  # noqa: ANN401
