@@ -63,8 +63,8 @@ def check_names(path: Path, names: Collection[str], known: Collection[str] | Non
         ending = "not among them" if unknown else "the parameters' names"
         raise UnsupportedLayoutError(
             f"{path}: `module` is nested, as Megatron-DeepSpeed writes it, but param_shapes "
-            f"{found} {ending}; this version reads nested state dicts only where the dotted path of each "
-            "entry is the parameter's name"
+            f"{found} {ending}; this version reads nested state dicts only where the dotted path "
+            "of each entry is the parameter's name"
         )
 
 

@@ -68,15 +68,24 @@ def read_checkpoint(
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
     # Only the model states of global rank 0 have recorded ties; they hold for the others too.
     told = (*claims, *(parts[0].model.shared_params or {}).items())
-    checkpoints = [
-        Assembly(part.folder, part.model, part.optims, run, told).checkpoint() for part in parts
-    ]
+    checkpoints = [_assembled(part, run, told, grid) for part in parts]
     degree = grid.tensor_degree
     stages = [
         _tensor_merged(folder, parts[at : at + degree], checkpoints[at : at + degree], merging)
         for at in range(0, grid.size, degree)
     ]
     return stages[0]
+
+
+def _assembled(part: _Part, run: Runner, told: Sequence[tuple[str, str]], grid: Grid) -> Checkpoint:
+    """Assemble one index; where there are several, an error says which it is."""
+    try:
+        return Assembly(part.folder, part.model, part.optims, run, told).checkpoint()
+    except CheckpointError as error:
+        if grid.size == 1:
+            raise
+        name = part.model.shard.name
+        raise type(error)(f"{error}\n({name} and the optimizer states of its index)") from error
 
 
 def _tensor_merged(

@@ -13,7 +13,7 @@ padding. AutoTP splits parameters only, so that buffers are replicated there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_consolidate.checkpoint.tensor_pieces import Piece, Shape
@@ -126,7 +126,7 @@ class RecordedRules:
         return Rule(Split(0, num_rows=rows), f"{self._file} (in no list: first dimension)")
 
     def _mapped(self, name: str, shapes: Sequence[Shape]) -> Rule | None:
-        pattern = _only(self._maps, name, "affine maps")
+        pattern = self._only(self._maps, name, "affine maps")
         if pattern is None:
             return None
         entry = self._maps[pattern]
@@ -147,7 +147,7 @@ class RecordedRules:
         return Rule(mapped, f"{self._file} (affine_map)")
 
     def _listed(self, name: str) -> Rule | None:
-        found = {key: _only(patterns, name, key) for key, patterns in self._lists.items()}
+        found = {key: self._only(patterns, name, key) for key, patterns in self._lists.items()}
         rows = self._vocabulary_rows(name) if found[_VOCABULARY] else None
         if found[_REPLICATED]:
             return self._rule(Replicated(num_rows=rows), _REPLICATED)
@@ -164,6 +164,18 @@ class RecordedRules:
         if found[_VOCABULARY] and self._is_complete:
             return self._rule(Split(0, num_rows=rows), _VOCABULARY)
         return None
+
+    def _only(
+        self, patterns: Iterable[re.Pattern[str]], name: str, what: str
+    ) -> re.Pattern[str] | None:
+        found = [pattern for pattern in patterns if pattern.match(name)]
+        if len(found) > 1:
+            listed = " and ".join(pattern.pattern for pattern in found)
+            raise CheckpointError(
+                f"{name}: is matched by several {what} of {self._file}, {listed}; settle it with "
+                "--tp-rules FILE"
+            )
+        return found[0] if found else None
 
     def _rule(self, layout: Replicated | Split, key: str) -> Rule:
         return Rule(layout, f"{self._file} ({key})")
@@ -188,7 +200,7 @@ class RecordedRules:
         return Split(dim, num_parts=int(sizes), view=view)
 
     def _vocabulary_rows(self, name: str) -> int | None:
-        if self.is_autotp or _only(self._lists[_VOCABULARY], name, _VOCABULARY) is None:
+        if self.is_autotp or self._only(self._lists[_VOCABULARY], name, _VOCABULARY) is None:
             return None
         rows = self._info.get("original_vocab_size")
         if rows is None:
@@ -205,14 +217,6 @@ def _compiled(patterns: Any) -> list[re.Pattern[str]]:  # noqa: ANN401 - a list,
 
 def _matching(patterns: Sequence[re.Pattern[str]], name: str) -> re.Pattern[str] | None:
     return next((pattern for pattern in patterns if pattern.match(name)), None)
-
-
-def _only(patterns: Any, name: str, what: str) -> re.Pattern[str] | None:  # noqa: ANN401
-    found: list[re.Pattern[str]] = [pattern for pattern in patterns if pattern.match(name)]
-    if len(found) > 1:
-        listed = " and ".join(pattern.pattern for pattern in found)
-        raise CheckpointError(f"{name}: is matched by several {what}: {listed}")
-    return found[0] if found else None
 
 
 def _shape(value: Any) -> Shape:  # noqa: ANN401
