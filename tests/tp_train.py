@@ -270,6 +270,7 @@ def run(out: Path, name: str, stage: int, dtype: str, degree: int) -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(truth, folder / "truth.pt")
         if hasattr(model, "config"):
+            model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(folder)
     engine.destroy()
 
