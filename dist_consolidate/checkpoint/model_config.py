@@ -1,13 +1,17 @@
 """Full shapes of a Hugging Face model, from its ``config.json``: no weight, no code of its own.
 
 The model class is built on the meta device, which takes milliseconds and no memory. transformers
-is imported here only, and only when something needs it.
+is imported here only, and only when something needs it. A checkpoint may come from anywhere, so
+that entries which make transformers fetch or run something (code of the model's own, attention
+kernels, quantizers) are dropped first; shapes do not depend on them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dist_consolidate.checkpoint.tensor_pieces import Shape
 from dist_consolidate.errors import Caught, UsageError
@@ -24,6 +28,10 @@ _UNFUSED = frozenset(
         *("gate_proj", "up_proj", "down_proj", "dense_4h_to_h"),
         *("lm_head", "embed_out", "embed_tokens", "wte", "word_embeddings", "shared"),
     )
+)
+# Each names code to be fetched or run.
+_DROPPED = frozenset(
+    ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
 )
 
 
@@ -74,7 +82,7 @@ def full_shapes(path: Path) -> dict[str, Shape]:
         raise UsageError(f"--hf-config {file}: names no model class (`architectures`)")
     shapes: dict[str, Shape] = {}
     with (caught := Caught()):
-        shapes = _on_meta(file, names[0])
+        shapes = _on_meta(tree, names[0])
     if isinstance(caught.error, ImportError):
         raise UsageError(
             f"--hf-config {file}: reading it needs transformers, which cannot be imported "
@@ -88,7 +96,18 @@ def full_shapes(path: Path) -> dict[str, Shape]:
     return shapes
 
 
-def _on_meta(file: Path, name: str) -> dict[str, Shape]:
+def _harmless(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Drop the entries that speak of code, at any depth."""
+    if isinstance(value, dict):
+        return {
+            key: _harmless(item)
+            for key, item in value.items()
+            if key not in _DROPPED and not key.startswith("_")
+        }
+    return [_harmless(item) for item in value] if isinstance(value, list) else value
+
+
+def _on_meta(tree: dict[str, Any], name: str) -> dict[str, Shape]:
     import torch
     import transformers
 
@@ -97,7 +116,8 @@ def _on_meta(file: Path, name: str) -> dict[str, Shape]:
         raise ValueError(f"transformers {transformers.__version__} has no such model class")
     if kind.config_class is None:
         raise ValueError(f"{name} is no model of its own")
-    config = kind.config_class.from_json_file(str(file))
+    config = kind.config_class.from_dict(_harmless(tree))
     with torch.device("meta"):
-        model = kind(config)
+        build: Callable[..., transformers.PreTrainedModel] = kind._from_config
+        model = build(config, attn_implementation="eager")
     return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}

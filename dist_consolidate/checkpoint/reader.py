@@ -96,7 +96,8 @@ def _tensor_merged(
 ) -> Checkpoint:
     """Make the tensor-parallel ranks of one stage one."""
     if len(parts) == 1:
-        return checkpoints[0]
+        unused = () if merging is None else merging.unused()
+        return dataclasses.replace(checkpoints[0], notes=(*checkpoints[0].notes, *unused))
     ranks = [
         TensorRank(part.model.shard.name, checkpoint, _universal_info(part))
         for part, checkpoint in zip(parts, checkpoints, strict=True)

@@ -19,7 +19,7 @@ from dist_consolidate.checkpoint.model import Block, Source
 Shape = tuple[int, ...]
 
 # Blocks of one tensor; a layout that needs more is refused rather than planned for hours.
-_MAX_BLOCKS = 100_000
+_MAX_BLOCKS = 10_000
 
 
 class DoesNotFit(ValueError):
@@ -221,7 +221,8 @@ def blocks_of(piece: Piece, shard: Source) -> Iterator[Block]:
     run = 1
     if dims and dims[-1][1:] == (1, 1):
         run = dims.pop()[0]
-    count, to_step, from_step = dims.pop() if dims else (1, 0, 0)
+    longest = max(range(len(dims)), key=lambda index: dims[index][0], default=None)
+    count, to_step, from_step = (1, 0, 0) if longest is None else dims.pop(longest)
     if math.prod(size for size, _, _ in dims) > _MAX_BLOCKS:
         raise DoesNotFit(f"has a piece of shape {list(piece.shape)} in too many bits")
     for place in itertools.product(*(range(size) for size, _, _ in dims)):

@@ -36,6 +36,12 @@ class Merging:
     rules_file: Path | None = None
     hf_config: Path | None = None
 
+    def unused(self) -> list[str]:
+        """Give the notes for a checkpoint that is not tensor-parallel."""
+        given = (("--tp-rules", self.rules_file), ("--hf-config", self.hf_config))
+        reason = "was not read: the checkpoint is not tensor-parallel"
+        return [f"{option} {path} {reason}" for option, path in given if path is not None]
+
 
 def merging_from(
     rules_file: str | os.PathLike[str] | None, hf_config: str | os.PathLike[str] | None

@@ -567,3 +567,14 @@ def test_sizes_that_differ_only_on_one_rank_are_named(tmp_path):
         in (message)
     )
     assert "[7], [6]" in message
+
+
+def test_rules_for_a_plain_checkpoint_are_noted(tmp_path):
+    made = Made({"x": [full(4)]})
+    path = rules(tmp_path, 'match = "x"\ndim = 0')
+    got, report = merge(tmp_path, made, tp_rules=path, hf_config=tmp_path)
+    assert_same_bits(got, {"x": made.params["x"][0]})
+    assert report.notes == tuple(
+        f"{option} {given} was not read: the checkpoint is not tensor-parallel"
+        for option, given in (("--tp-rules", path), ("--hf-config", tmp_path))
+    )

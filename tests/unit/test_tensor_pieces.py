@@ -100,10 +100,9 @@ def test_a_piece_that_lies_in_another_order(shape, turn):
 
 
 def test_a_piece_in_too_many_bits():
-    steps = (2_000_000, 4, 2)
-    piece = Piece(0, (400_000, 2, 1), 0, steps, 0, (2, 1_000_000, 1))
     source = Source("fp32 partition", (800_000,), FLOAT32, FlatSlot(0, 0))
-    assert sum(block.num_runs for block in blocks_of(piece, source)) == 800_000
-    scattered = Piece(0, (200_000, 2, 2), 0, (100, 10, 3), 0, (4, 2, 1))
+    turned = Piece(0, (400_000, 2), 0, (2, 1), 0, (1, 400_000))
+    assert [block.num_runs for block in blocks_of(turned, source)] == [400_000, 400_000]
+    scattered = Piece(0, (20_000, 20_000, 2), 0, (200_000, 7, 3), 0, (200_000, 5, 2))
     with pytest.raises(DoesNotFit, match="in too many bits"):
         list(blocks_of(scattered, source))
