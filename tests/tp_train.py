@@ -198,7 +198,7 @@ def gathered_places(layer: nn.Module, stage: int) -> dict[str, Tensor]:
             numbers = torch.arange(param.numel(), dtype=torch.float32) + rank * PLACES
             param.data = numbers.view(param.shape)
         if hasattr(layer, "gather_params"):
-            layer.gather_params([layer.weight, getattr(layer, "bias", None)])
+            layer.gather_params([params[key] for key in ("weight", "bias") if key in params])
         places = {name: param.data.detach().long().clone() for name, param in params.items()}
         for name, param in params.items():
             param.data = weights[name]
