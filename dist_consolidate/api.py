@@ -34,6 +34,8 @@ def consolidate(
     rename: Sequence[str] = (),
     include: Sequence[str] = (),
     pipeline_names: str = "module",
+    tp_rules: StrPath | None = None,
+    hf_config: StrPath | None = None,
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -70,6 +72,8 @@ def consolidate(
             folder ``optimizer_states`` of the result, one state each, in the element type on disk.
         pipeline_names: Names of a pipeline's tied layers: ``module`` (once, as ``PipelineModule``
             names them) or ``layer`` (under each layer that has a file).
+        tp_rules: A TOML file that says how tensor-parallel shards go together, if need be.
+        hf_config: A tensor-parallel model's ``config.json`` or its folder, for the same purpose.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -100,6 +104,8 @@ def consolidate(
             "rename": rename,
             "include": include,
             "pipeline_names": pipeline_names,
+            "tp_rules": None if tp_rules is None else os.fspath(tp_rules),
+            "hf_config": None if hf_config is None else os.fspath(hf_config),
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,
@@ -153,7 +159,12 @@ def run(
 
 
 def open_checkpoint(
-    ckpt_dir: StrPath, tag: str | None = None, *, trust_masters: bool = False
+    ckpt_dir: StrPath,
+    tag: str | None = None,
+    *,
+    trust_masters: bool = False,
+    tp_rules: StrPath | None = None,
+    hf_config: StrPath | None = None,
 ) -> LazyCheckpoint:
     """Open a ZeRO checkpoint without reading a weight.
 
@@ -161,6 +172,8 @@ def open_checkpoint(
         ckpt_dir: The folder DeepSpeed saved into, or a tag folder inside it.
         tag: Tag to read; by default what ``latest`` names, else the newest step.
         trust_masters: As :func:`consolidate`.
+        tp_rules: As :func:`consolidate`.
+        hf_config: As :func:`consolidate`.
 
     Returns:
         A mapping of the model's keys to lazy tensors. Keys without data are not in it but in its
@@ -169,6 +182,9 @@ def open_checkpoint(
     Raises:
         ConsolidateError: If the checkpoint is incomplete or unreadable.
     """
+    from dist_consolidate.checkpoint.request import Request
+    from dist_consolidate.checkpoint.tensor_settle import merging_from
     from dist_consolidate.lazy import open_lazily
 
-    return open_lazily(Path(ckpt_dir), tag, trust_masters=trust_masters)
+    request = Request(trust_masters=trust_masters, merging=merging_from(tp_rules, hf_config))
+    return open_lazily(Path(ckpt_dir), tag, request)

@@ -51,6 +51,17 @@ def _add_reading(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="take the fp32 masters although the 16-bit weights hold other values",
     )
+    add(
+        "--tp-rules",
+        metavar="FILE.toml",
+        help="how tensor-parallel shards go together, where the checkpoint does not record it",
+    )
+    add(
+        "--hf-config",
+        metavar="PATH",
+        help="config.json of a tensor-parallel Hugging Face model, or its folder, for the same "
+        "purpose (default: the one in CKPT_DIR, if it is needed)",
+    )
     add("--tie", metavar="NAME=SOURCE", action="append", help="a tie to add (repeatable)")
     add(
         "--allow-missing",

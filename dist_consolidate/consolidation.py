@@ -32,7 +32,8 @@ from dist_consolidate.runtime.world import World
 # The options that shape the result.
 _SHAPING = (
     "format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen", "strip_prefix",
-    "rename", "include", "pipeline_names", "trust_masters",
+    "rename", "include", "pipeline_names", "trust_masters", "tp_rules",
+    "hf_config",
 )  # fmt: skip
 
 

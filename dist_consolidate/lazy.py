@@ -113,11 +113,11 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         return data.view(getattr(torch, source.dtype.name)).view(source.shape)
 
 
-def open_lazily(checkpoint_dir: Path, tag: str | None, *, trust_masters: bool) -> LazyCheckpoint:
+def open_lazily(checkpoint_dir: Path, tag: str | None, request: Request) -> LazyCheckpoint:
     """Read the metadata of a checkpoint (see :func:`dist_consolidate.open_checkpoint`)."""
     from dist_consolidate.planning import plan_here
 
     folder = find_tag(checkpoint_dir, tag)
-    checkpoint = read_checkpoint(folder, request=Request(trust_masters=trust_masters))
+    checkpoint = read_checkpoint(folder, request=request)
     options = Options(dtype="keep", ties="drop", allow_missing=("*",), max_shard_size=None)
     return LazyCheckpoint(folder, checkpoint, plan_here(checkpoint, options))

@@ -47,6 +47,8 @@ class Options:
         include: What to write beside the weights: ``optimizer`` for its states.
         pipeline_names: Names of a pipeline's tied layers: ``module`` for ``PipelineModule``'s,
             ``layer`` for one name per layer that has a file.
+        tp_rules: A file of rules for tensor parallelism.
+        hf_config: The ``config.json`` of a tensor-parallel model, or the folder that holds it.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
@@ -69,6 +71,8 @@ class Options:
     rename: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     pipeline_names: str = "module"
+    tp_rules: str | None = None
+    hf_config: str | None = None
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"
@@ -89,6 +93,9 @@ class Options:
                 raise UsageError(f"{_flag(name)} {value}: must be one of {', '.join(choices)}")
         if not isinstance(self.tag, str | None):
             raise UsageError(f"--tag {self.tag!r}: must be a name")
+        for name in ("tp_rules", "hf_config"):
+            if not isinstance(getattr(self, name), str | None):
+                raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be a path")
         for name in _LISTS:
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")

@@ -16,6 +16,7 @@ from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, l
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.checkpoint.request import Request
+from dist_consolidate.checkpoint.tensor_settle import merging_from
 from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
@@ -119,6 +120,7 @@ def _request(options: Options) -> Request:
         trust_masters=options.trust_masters,
         include_optimizer="optimizer" in options.include,
         pipeline_names=options.pipeline_names,
+        merging=merging_from(options.tp_rules, options.hf_config),
     )
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 MAX_DIFFERENCES_SHOWN = 8
 
-Layout = Literal["plain", "tensor_parallel", "pipeline"]
+Layout = Literal["plain", "pipeline"]
 
 _LAYOUTS: Mapping[str, Layout] = {
-    "tp": "tensor_parallel",
     "pipeline": "pipeline",
 }
 
@@ -85,7 +84,7 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """Whether more than data parallelism split the model."""
+        """Whether the model is spread in a way that is not read."""
         return _LAYOUTS.get(self.meta.get("kind", ""), "plain")
 
     @property

@@ -8,7 +8,6 @@ import pytest
 
 from dist_consolidate import (
     CheckpointError,
-    UnsupportedLayoutError,
     consolidate,
     open_checkpoint,
 )
@@ -47,19 +46,6 @@ def test_lost_values_are_refused(name: str, tmp_path: Path) -> None:
     want = {key: value for key, value in expected_fp32(case).items() if key not in lost}
     assert_same_bits(load_output(tmp_path / "out"), want)
     assert set(lost) <= set(report.left_out)
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_other_kinds_are_refused(name: str, tmp_path: Path) -> None:
-    """Tensor-parallel checkpoints are refused with one sentence each."""
-    case = CASES[name]
-    word = {
-        "tensor_parallel": "is a tensor-parallel checkpoint",
-    }[case.layout]
-    with pytest.raises(UnsupportedLayoutError, match=r"this version does not read") as refusal:
-        consolidate(case.ckpt, tmp_path / "out", tag=case.tag)
-    assert word in str(refusal.value)
-    assert "\n" not in str(refusal.value)
 
 
 def test_second_tag(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayout
 
 
 def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> None:
-    """Refuse tensor parallelism.
+    """Refuse stages of a pipeline that has no layer files.
 
     Args:
         folder: The shards.
@@ -21,13 +21,29 @@ def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> N
         grid: How the model is spread.
 
     Raises:
-        UnsupportedLayoutError: If the model is spread over several tensor-parallel ranks.
+        UnsupportedLayoutError: If there are any.
     """
-    if grid.size > 1 and (grid.tensor_degree > 1 or model.module is not None):
+    if grid.num_stages > 1 and model.module is not None:
         raise UnsupportedLayoutError(
-            f"{folder.path}: is a tensor-parallel checkpoint (model-parallel size "
-            f"{grid.size}); this version does not read those"
+            f"{folder.path}: records {grid.num_stages} pipeline stages, but {model.shard.name} has "
+            "a `module` of its own, which no pipeline engine writes"
         )
+
+
+def check_indices(folder: TagFolder, size: int, problems: Problems) -> None:
+    """Check that no shard belongs to a model-parallel index beyond those there should be.
+
+    Args:
+        folder: The shards.
+        size: Model-parallel indices; with one only, sequence parallelism may number its ranks so.
+        problems: Takes each surplus shard.
+    """
+    for shard in folder.shards:
+        if size > 1 and shard.role != "layer" and shard.mp_rank >= size:
+            problems.add(
+                f"{folder.path / shard.name}: is surplus: model-parallel index {shard.mp_rank}, "
+                f"but the run had {size}; move away what is left over"
+            )
 
 
 def primary_model(folder: TagFolder, mp_rank: int) -> ShardFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -49,15 +50,16 @@ class Fragments:
             stop_numel: Behind the last element.
 
         Yields:
-            Reads; ``at_bytes`` counts from the first element's first byte. Together they fill the
-            range exactly.
+            Reads, in order; ``at_bytes`` counts from the first element's first byte. Together they
+            fill the range exactly.
         """
         if start_numel >= stop_numel:
             return
         width = source.dtype.itemsize_bytes
         if source.blocks:
-            for block in source.blocks:
-                yield from self._block_reads(block, start_numel, stop_numel)
+            # Blocks interleave, and who loads a bucket relies on reads that follow one another.
+            runs = (self._block_reads(block, start_numel, stop_numel) for block in source.blocks)
+            yield from heapq.merge(*runs, key=lambda read: read.at_bytes)
             return
         if source.span is not None:
             yield span_read(source.span, start_numel * width, stop_numel * width, 0)

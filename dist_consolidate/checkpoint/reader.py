@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dist_consolidate.checkpoint import census, pipeline, writers
 from dist_consolidate.checkpoint.assembly import Assembly
@@ -16,6 +17,7 @@ from dist_consolidate.checkpoint.parallel import Grid, find_grid
 from dist_consolidate.checkpoint.pipeline_stages import PipelineStages, is_pipeline
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
+from dist_consolidate.checkpoint.tensor_parallel import TensorRank, merge_tensor_ranks
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 _PLAIN = Request()
@@ -66,12 +68,17 @@ def read_checkpoint(
     if piped and len(parts) == grid.size:
         models, optims = [part.model for part in parts], [part.optims for part in parts]
         pipeline.check_stages(folder, grid, models, optims, problems)
+    elif not piped:
+        census.check_indices(folder, grid.size, problems)
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
     if piped:
         checkpoint = _joined_stages(folder, grid, parts, run, request)
     else:
-        checkpoint = _assembled(parts, run, request)[0]
+        # Only the model states of global rank 0 have recorded ties; they hold for the others too.
+        told = (*request.claims, *(primary.shared_params or {}).items())
+        found = _assembled(parts, run, dataclasses.replace(request, claims=told))
+        checkpoint = _tensor_merged(folder, parts, found, request)
     checkpoint = dataclasses.replace(checkpoint, notes=(*notes, *checkpoint.notes))
     if request.include_optimizer:
         part = _only_part(folder, parts)
@@ -82,13 +89,38 @@ def read_checkpoint(
 def _joined_stages(
     folder: TagFolder, grid: Grid, parts: Sequence[_Part], run: Runner, request: Request
 ) -> Checkpoint:
+    """Put a pipeline together: layers named, tensor ranks of each stage merged, stages joined."""
     stages = PipelineStages(folder, grid, pipeline.read_layers(folder, grid, run))
     optims = [part.optims for part in parts]
     models = stages.with_shapes([part.model for part in parts], optims)
     whole = [dataclasses.replace(p, model=m) for p, m in zip(parts, models, strict=True)]
     found = _assembled(whole, run, dataclasses.replace(request, claims=()))
     named = stages.with_layers(models, found, request.pipeline_names)
-    return pipeline.merge_stages(folder, named, request.claims)
+    degree = grid.tensor_degree
+    merged = [
+        _tensor_merged(folder, parts[at : at + degree], named[at : at + degree], request)
+        for at in range(0, grid.size, degree)
+    ]
+    return pipeline.merge_stages(folder, merged, request.claims)
+
+
+def _tensor_merged(
+    folder: TagFolder, parts: Sequence[_Part], checkpoints: Sequence[Checkpoint], request: Request
+) -> Checkpoint:
+    """Make the tensor-parallel ranks of one stage one."""
+    if len(parts) == 1:
+        unused = request.merging.unused()
+        return dataclasses.replace(checkpoints[0], notes=(*checkpoints[0].notes, *unused))
+    ranks = [
+        TensorRank(part.model.shard.name, checkpoint, _universal_info(part))
+        for part, checkpoint in zip(parts, checkpoints, strict=True)
+    ]
+    return merge_tensor_ranks(folder, ranks, request.merging)
+
+
+def _universal_info(part: _Part) -> Mapping[str, Any] | None:
+    states: tuple[ModelState | OptimState, ...] = (part.model, *part.optims)
+    return next((s.universal_info for s in states if s.universal_info is not None), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,11 +152,18 @@ def _only_part(folder: TagFolder, parts: Sequence[_Part]) -> _Part:
 
 
 def _assembled(parts: Sequence[_Part], run: Runner, request: Request) -> list[Checkpoint]:
-    """Locate the weights of each model-parallel index on its own."""
-    return [
-        Assembly(part.folder, part.model, part.optims, run, request, part.experts).checkpoint()
-        for part in parts
-    ]
+    """Locate the weights of each model-parallel index; an error says which one it is."""
+    found = []
+    for part in parts:
+        try:
+            assembly = Assembly(part.folder, part.model, part.optims, run, request, part.experts)
+            found.append(assembly.checkpoint())
+        except CheckpointError as error:
+            if len(parts) == 1:
+                raise
+            name = part.model.shard.name
+            raise type(error)(f"{error}\n({name} and the optimizer states of its index)") from error
+    return found
 
 
 def _jobs(folder: TagFolder) -> list[Job]:

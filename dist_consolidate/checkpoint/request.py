@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from dist_consolidate.checkpoint.tensor_settle import Merging
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -13,6 +15,7 @@ class Request:
         claims: Ties, as pairs of alias and source.
         trust_masters: Take fp32 masters although ``module`` holds other values.
         include_optimizer: Locate the optimizer's states, too.
+        merging: What is said about tensor parallelism.
         pipeline_names: How a pipeline's tied layers are named: ``module`` or ``layer``.
     """
 
@@ -20,3 +23,4 @@ class Request:
     trust_masters: bool = False
     include_optimizer: bool = False
     pipeline_names: str = "module"
+    merging: Merging = Merging()  # noqa: RUF009 - frozen

@@ -19,6 +19,8 @@ from dist_consolidate.checkpoint.expert_states import (
 )
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile, parse_name
+from dist_consolidate.checkpoint.nested import check_names, flattened, is_nested
+from dist_consolidate.checkpoint.plain import plain_mapping
 from dist_consolidate.checkpoint.unpickle import ODD_TENSOR, Inert, TensorRef
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 
@@ -65,6 +67,7 @@ class ModelState:
             stepped, in its order: they tell how many parameters there are, and of which shape.
         is_partitioned: Whether ``optimizer`` is one rank's share of a partitioned optimizer, whose
             files lie beside this one.
+        universal_info: ``universal_checkpoint_info`` in plain values: the tensor-parallel layout.
     """
 
     shard: ShardFile
@@ -87,6 +90,7 @@ class ModelState:
     experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
     moments: tuple[TensorSpan, ...] = ()
     is_partitioned: bool = False
+    universal_info: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,6 +126,7 @@ class OptimState:
         experts: What is recorded about experts.
         slices: ``param_slice_mappings``, group by group: where in this rank's part its elements of
             each parameter begin, and how many they are.
+        universal_info: As in :class:`ModelState`; AutoTP keeps it here too.
     """
 
     shard: ShardFile
@@ -135,6 +140,7 @@ class OptimState:
     ds_version: str | None
     experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
     slices: tuple[dict[str, tuple[int, int]], ...] | None = None
+    universal_info: Mapping[str, Any] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -283,6 +289,7 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         ds_version=_text(tree.get("ds_version")),
         slices=_slices(state.get("param_slice_mappings")),
         experts=facts_of_optim(tree, state),
+        universal_info=plain_mapping(state.get("universal_checkpoint_info")),
     )
 
 
@@ -351,7 +358,12 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
     tree = state_of(archive)
     if "module" not in tree:
         raise _wrong(archive.path, "has no `module`")
-    module, odd = _module(archive, tree["module"])
+    nested = flattened(as_mapping(tree["module"]) or {})
+    module, odd = _module(archive, tree["module"] if nested is None else nested)
+    shapes = _param_shapes(archive.path, tree)
+    if nested is not None:
+        known = None if shapes is None else {name for group in shapes for name in group}
+        check_names(archive.path, (module or {}).keys(), known)
     names, shared = tree.get("buffer_names"), tree.get("shared_params")
     frozen = as_mapping(tree.get("frozen_param_fragments"))
     frozen_shapes = tree.get("frozen_param_shapes")
@@ -362,7 +374,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         module=module,
         odd_entries=odd,
         buffer_names=_names(archive.path, names),
-        param_shapes=_param_shapes(archive.path, tree),
+        param_shapes=shapes,
         frozen_shapes=None
         if frozen_shapes is None
         else _shape_map(archive.path, frozen_shapes, "frozen_param_shapes"),
@@ -383,6 +395,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         moments=_moments(archive, tree.get("optimizer")),
         is_partitioned="single_partition_of_fp32_groups"
         in (as_mapping(tree.get("optimizer")) or {}),
+        universal_info=plain_mapping(tree.get("universal_checkpoint_info")),
     )
 
 
@@ -426,7 +439,7 @@ def _module(
         if isinstance(tensor, TensorRef):
             plain = dataclasses.replace(tensor, attributes=None)
             entries[name] = ModuleEntry(plain, archive.span(tensor))
-        elif _is_nested(name, tensor):
+        elif is_nested(name, tensor):
             raise UnsupportedLayoutError(
                 f"{archive.path}: `module` is nested ({name!r} holds tensors of its own), as "
                 "Megatron-DeepSpeed writes it; this version reads flat state dicts only"
@@ -442,25 +455,6 @@ def _odd_kind(name: str, value: Inert) -> str:
     """Say what an entry is; an object of a foreign class may be a tensor of some kind."""
     known = value.foreign_name.startswith(ODD_TENSOR) or name.endswith("_extra_state")
     return value.foreign_name if known else f"{ODD_TENSOR} or object of {value.foreign_name}"
-
-
-def _is_nested(name: str, value: Any) -> bool:  # noqa: ANN401
-    """Whether a value of ``module`` is a state dict itself; an extra state may hold anything."""
-    extra = name.endswith("_extra_state")
-    return isinstance(value, Mapping) and not extra and _holds_tensor(value)
-
-
-def _holds_tensor(tree: Mapping[Any, Any]) -> bool:
-    pending: list[Any] = [tree]
-    seen = set()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, TensorRef):
-            return True
-        if isinstance(value, Mapping) and id(value) not in seen:
-            seen.add(id(value))
-            pending.extend(value.values())
-    return False
 
 
 def _names(path: Path, value: Any) -> frozenset[str] | None:  # noqa: ANN401

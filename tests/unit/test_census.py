@@ -12,8 +12,7 @@ import torch
 from dist_consolidate.checkpoint.layout import find_tag
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
-from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
-from tests.cases import CASES
+from dist_consolidate.errors import CheckpointError
 from tests.synthetic import Param, Spec, Truth, write
 
 PARAMS = (
@@ -255,30 +254,20 @@ def test_sequence_parallel_names_are_accepted(tmp_path, stage, params):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_tensor_parallel_sizes_are_refused(tmp_path, stage):
+def test_missing_tensor_ranks_are_named(tmp_path, stage):
     degrees = {"pp_degree": 1, "tp_degree": 2}
     make(tmp_path, stage, client_state={"checkpoint_parallel_dimensions": degrees})
-    message = refusal(tmp_path, UnsupportedLayoutError)
-    assert "tensor-parallel checkpoint (model-parallel size 2)" in message
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    assert f"{prefix}mp_rank_01_model_states.pt: is missing" in refusal(tmp_path)
 
 
-def test_tensor_parallel_names_without_a_size_are_refused(tmp_path):
+def test_tensor_parallel_names_without_a_size(tmp_path):
     client_state = {"mp_world_size": None, "checkpoint_parallel_dimensions": None}
     folder = make(tmp_path, 2, client_state=client_state).tag_dir
     with_mp_rank_1(folder)
-    assert "tensor-parallel" in refusal(tmp_path, UnsupportedLayoutError)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("tp2_z1_fp32_w2", "tensor-parallel"),
-    ],
-)
-def test_real_checkpoints_of_other_kinds(name, words):
-    message = refusal(CASES[name].ckpt, UnsupportedLayoutError)
-    assert words in message
-    assert "\n" not in message
+    # Nothing says that the second index is a sequence rank's: each needs both of its ranks.
+    message = refusal(tmp_path)
+    assert "zero_pp_rank_0_mp_rank_01_optim_states.pt: is missing (rank 0 of 2)" in message
 
 
 def test_old_names_without_the_underscore(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -246,7 +245,8 @@ def test_a_missing_rank(tmp_path, capsys):
 
 
 def test_a_kind_that_is_not_read(capsys, tmp_path):
-    shutil.copytree(CASES["tp2_z1_fp32_w2"].ckpt, tmp_path / "run")
+    config = {"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}
+    write(tmp_path / "run", Spec(stage=3, params=PARAMS, client_state={"ds_config": config}))
     code, lines = error_of(capsys, str(tmp_path / "run"))
     assert (code, len(lines)) == (3, 1)
 

@@ -37,6 +37,8 @@ def test_defaults():
         "rename": (),
         "include": (),
         "pipeline_names": "module",
+        "tp_rules": None,
+        "hf_config": None,
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -215,6 +217,8 @@ strip-prefix = ["module."]
 rename = ["a=b"]
 include = ["optimizer"]
 pipeline-names = "layer"
+tp_rules = "rules.toml"
+hf_config = "model"
 transport = "direct"
 writers = 2
 bucket_size = 1000000
@@ -232,6 +236,7 @@ dry_run = true
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
     assert options.trust_masters is True
+    assert (options.tp_rules, options.hf_config) == ("rules.toml", "model")
     assert options.io == "buffered"
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")
 

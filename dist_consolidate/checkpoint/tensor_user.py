@@ -1,0 +1,107 @@
+"""The user's rules for tensor parallelism: a TOML file (``--tp-rules``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from dist_consolidate.checkpoint.tensor_rules import Layout, Replicated, Split
+from dist_consolidate.errors import UsageError
+
+_KINDS = ("dim", "replicated", "average")
+_KEYS = {"match", *_KINDS, "sub_params", "vocab_size", "take_rank"}
+_HELP = (
+    "a rule has `match` (a glob of tensor names) and one of `dim = N` (with `sub_params = COUNT` "
+    "or `[sizes]` for fused tensors), `replicated = true` or `average = true`; `vocab_size = N` "
+    "cuts padded rows, `take_rank = N` takes one copy of a replicated tensor"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UserRule:
+    """One rule of the file.
+
+    Attributes:
+        number: Its place in the file, from 1.
+        match: Glob of tensor names.
+        layout: What the shards are to each other.
+    """
+
+    number: int
+    match: str
+    layout: Layout
+
+    def matches(self, name: str) -> bool:
+        """Whether it speaks of a tensor."""
+        return fnmatchcase(name, self.match)
+
+
+def load_user_rules(path: Path) -> tuple[UserRule, ...]:
+    """Read the file.
+
+    Args:
+        path: A TOML file of ``[[tensor_parallel.rule]]`` tables.
+
+    Returns:
+        The rules, in the file's order; the first that matches a tensor holds.
+
+    Raises:
+        UsageError: If it cannot be read or a rule is wrong; the rule is named.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--tp-rules {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"--tp-rules {path}: is no valid TOML: {error}") from error
+    section = tree.get("tensor_parallel")
+    rules = section.get("rule") if isinstance(section, dict) else None
+    if set(tree) != {"tensor_parallel"} or set(section or ()) != {"rule"} or not rules:
+        raise UsageError(
+            f"--tp-rules {path}: must hold [[tensor_parallel.rule]] tables and nothing else; "
+            f"{_HELP}"
+        )
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+        raise UsageError(f"--tp-rules {path}: `rule` must be [[tensor_parallel.rule]] tables")
+    return tuple(_rule(path, number, rule) for number, rule in enumerate(rules, 1))
+
+
+def _rule(path: Path, number: int, entry: Mapping[str, Any]) -> UserRule:
+    match = entry.get("match")
+    where = f"--tp-rules {path}: rule {number} ({match!r})"
+    unknown = sorted(set(entry) - _KEYS)
+    if unknown:
+        raise UsageError(f"{where}: has the unknown key {', '.join(unknown)}; {_HELP}")
+    if not isinstance(match, str) or not match:
+        raise UsageError(f"{where}: has no `match`; {_HELP}")
+    for name in ("dim", "vocab_size", "take_rank"):
+        value = entry.get(name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise UsageError(f"{where}: {name} = {value!r} must be a number, 0 or more")
+    for name in ("replicated", "average"):
+        if name in entry and entry[name] is not True:
+            raise UsageError(f"{where}: {name} = {entry[name]!r}: can only be true; {_HELP}")
+    if sum(kind in entry for kind in _KINDS) != 1:
+        raise UsageError(f"{where}: must have exactly one of {', '.join(_KINDS)}; {_HELP}")
+    misplaced = "take_rank" if "dim" in entry else "sub_params"
+    if misplaced in entry:
+        raise UsageError(f"{where}: {misplaced} does not go with what it says; {_HELP}")
+    return UserRule(number, match, _layout(where, entry))
+
+
+def _layout(where: str, entry: Mapping[str, Any]) -> Layout:
+    rows = entry.get("vocab_size")
+    if "dim" not in entry:
+        return Replicated("average" in entry, entry.get("take_rank"), rows)
+    parts = entry.get("sub_params", 1)
+    if type(parts) is int and parts > 0:
+        return Split(entry["dim"], num_parts=parts, num_rows=rows)
+    if isinstance(parts, list) and parts and all(type(p) is int and p > 0 for p in parts):
+        return Split(entry["dim"], part_sizes=tuple(parts), num_rows=rows)
+    raise UsageError(
+        f"{where}: sub_params = {parts!r} must be a count or a list of full sizes, 1 or more"
+    )
