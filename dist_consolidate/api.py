@@ -31,6 +31,7 @@ def consolidate(
     exclude_frozen: bool = False,
     strip_prefix: Sequence[str] = (),
     rename: Sequence[str] = (),
+    search_dir: StrPath | Sequence[StrPath] = (),
     include: Sequence[str] = (),
     transport: str = "auto",
     writers: str | int | None = None,
@@ -62,6 +63,8 @@ def consolidate(
         rename: Changes of names for :func:`re.sub`, each ``"REGEX=REPL"`` (the last ``=`` parts
             them), applied in order after ``strip_prefix``. ``tie`` and ``allow_missing`` speak of
             names in the checkpoint.
+        search_dir: Further folders that hold shards of the tag: run folders with the tag in them,
+            or tag folders, such as the copies of several nodes' local storage.
         include: ``["optimizer"]`` writes the optimizer's states (Adam's moments), too: files in the
             folder ``optimizer_states`` of the result, one state each, in the element type on disk.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
@@ -91,6 +94,7 @@ def consolidate(
             "exclude_frozen": exclude_frozen,
             "strip_prefix": strip_prefix,
             "rename": rename,
+            "search_dir": _paths(search_dir),
             "include": include,
             "transport": transport,
             "writers": writers,
@@ -102,6 +106,11 @@ def consolidate(
         }
     )
     return run(ckpt_dir, output_dir, options, launch=False)
+
+
+def _paths(given: StrPath | Sequence[StrPath]) -> list[str]:
+    several = [given] if isinstance(given, str | os.PathLike) else given
+    return [os.fspath(path) for path in several]
 
 
 def run(

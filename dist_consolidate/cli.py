@@ -93,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         "two (repeatable)",
     )
     add(
+        "--search-dir",
+        metavar="DIR",
+        action="append",
+        help="look for the tag's shards here, too: a run folder with the tag in it, or a tag "
+        "folder, such as another node's copy (repeatable)",
+    )
+    add(
         "--include",
         choices=INCLUDES,
         action="append",

@@ -12,6 +12,7 @@ from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
+from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
@@ -94,8 +95,9 @@ class Assembly:
             raise CheckpointError(
                 f"{self.folder.path / name}: all optimizer states are missing, and with them every "
                 f"fp32 master; {self.model.shard.name} says the run used ZeRO"
+                f"{advice(self.folder, '. ')}"
             )
-        found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
+        found = stage0.masters(self.folder.folders, self.model, self.problems, self.notes)
         module = self.model.module or {}
         wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
         if not self.model.optimizer and not wide:
@@ -158,7 +160,7 @@ class Assembly:
         if self.stage == 3:
             return frozenset()
         module, confirmed = self.model.module or {}, set()
-        prints = Fingerprints(self.folder.path, groups)
+        prints = Fingerprints(self.folder.folders, groups)
         for alias, name in {*(self.model.shared_params or {}).items(), *self.claims}:
             entry, held = module.get(alias), module.get(name)
             if entry is None or alias in stored or _same_view(entry, held):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -78,12 +78,25 @@ class TagFolder:
         tag: Its name.
         chosen: How the tag was chosen, in words.
         shards: Its files, by role, model-parallel index and rank.
+        search: All folders its files may lie in, in order of preference; empty for ``path`` alone.
+        notes: What was found about files in several folders, for the report.
     """
 
     path: Path
     tag: str
     chosen: str
     shards: tuple[ShardFile, ...]
+    search: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """All folders its files may lie in."""
+        return self.search or (self.path,)
+
+    def file(self, name: str) -> Path:
+        """Give a shard's path (see :func:`locate`); where it is missing, one in ``path``."""
+        return self.path / name if not self.search else locate(self.search, name, self.path)
 
     def of(self, role: Role) -> tuple[ShardFile, ...]:
         """Give the shards of one role."""
@@ -115,6 +128,21 @@ def parse_name(name: str, num_bytes: int = 0) -> ShardFile | None:
     return None
 
 
+def locate(folders: Sequence[Path], name: str, default: Path | None = None) -> Path:
+    """Give a shard's path: in the first folder that has it here.
+
+    Args:
+        folders: Where to look, in order of preference.
+        name: The shard.
+        default: The folder to name where none has it; by default the first one.
+
+    Returns:
+        The path.
+    """
+    paths = [folder / name for folder in folders]
+    return next((path for path in paths if path.is_file()), (default or folders[0]) / name)
+
+
 def list_shards(folder: Path) -> tuple[ShardFile, ...]:
     """List the shards of a tag folder, in order of role, model-parallel index and rank."""
     shards = []
@@ -122,6 +150,11 @@ def list_shards(folder: Path) -> tuple[ShardFile, ...]:
         shard = parse_name(entry.name)
         if shard is not None and entry.is_file():
             shards.append(dataclasses.replace(shard, num_bytes=entry.stat().st_size))
+    return in_order(shards)
+
+
+def in_order(shards: Iterable[ShardFile]) -> tuple[ShardFile, ...]:
+    """Sort shards by role, model-parallel index and rank."""
     key = {role: index for index, (role, _) in enumerate(_PATTERNS)}
     order = sorted(
         shards,

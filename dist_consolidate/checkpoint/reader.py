@@ -12,6 +12,7 @@ from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.moments import with_moments
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
+from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
@@ -63,11 +64,14 @@ def read_checkpoint(
         except CheckpointError as error:
             problems.add(str(error))
     # A layout needs every rank; missing and damaged shards are told first, all together.
-    problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
+    problems.raise_if_any(
+        f"{folder.path}: the checkpoint is incomplete or inconsistent", advice(folder)
+    )
     checkpoints = [
         Assembly(part.folder, part.model, part.optims, run, claims).checkpoint() for part in parts
     ]
     checkpoint = checkpoints[0]
+    checkpoint = dataclasses.replace(checkpoint, notes=(*folder.notes, *checkpoint.notes))
     if include_optimizer:
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)

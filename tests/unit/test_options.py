@@ -34,6 +34,7 @@ def test_defaults():
         "exclude_frozen": False,
         "strip_prefix": (),
         "rename": (),
+        "search_dir": (),
         "include": (),
         "transport": "auto",
         "writers": None,
@@ -209,6 +210,7 @@ allow-missing = ["x.*"]
 exclude_frozen = true
 strip-prefix = ["module."]
 rename = ["a=b"]
+search-dir = ["x/y"]
 include = ["optimizer"]
 transport = "direct"
 writers = 2
