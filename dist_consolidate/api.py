@@ -84,27 +84,14 @@ def consolidate(
     """
     options = make_options(
         {
-            "tag": tag,
-            "format": format,
-            "dtype": dtype,
-            "max_shard_size": max_shard_size,
-            "ties": ties,
-            "tie": tie,
-            "allow_missing": allow_missing,
-            "exclude_frozen": exclude_frozen,
-            "strip_prefix": strip_prefix,
-            "rename": rename,
-            "search_dir": _paths(search_dir),
-            "include": include,
-            "transport": transport,
-            "writers": writers,
-            "bucket_size": bucket_size,
-            "device": device,
-            "io": io,
-            "overwrite": overwrite,
-            "dry_run": dry_run,
+            "tag": tag, "format": format, "dtype": dtype, "max_shard_size": max_shard_size,
+            "ties": ties, "tie": tie, "allow_missing": allow_missing,
+            "exclude_frozen": exclude_frozen, "strip_prefix": strip_prefix, "rename": rename,
+            "search_dir": _paths(search_dir), "include": include, "transport": transport,
+            "writers": writers, "bucket_size": bucket_size, "device": device, "io": io,
+            "overwrite": overwrite, "dry_run": dry_run,
         }
-    )
+    )  # fmt: skip
     return run(ckpt_dir, output_dir, options, launch=False)
 
 

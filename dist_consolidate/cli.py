@@ -79,6 +79,37 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave frozen parameters out",
     )
+    _add_names_and_sources(parser)
+    add(
+        "--transport",
+        choices=CHOICES["transport"],
+        help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "
+        "gather",
+    )
+    add("--writers", metavar="N|all", help="ranks that write (default: 1; with direct: all)")
+    add(
+        "--bucket-size",
+        metavar="SIZE",
+        help="what one round moves, all ranks together (default: auto)",
+    )
+    add("--device", choices=CHOICES["device"], help="default: auto")
+    add(
+        "--io",
+        choices=CHOICES["io"],
+        help="direct transport: buffered (through the page cache), direct (past it), auto: "
+        "buffered, copied by the kernel where it can, or as the first part of a large result "
+        "turns out (default: auto)",
+    )
+    add("--dry-run", action="store_true", help="say what would be written; write nothing")
+    add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
+    add("--config", metavar="FILE.toml", help="options from a file; the command line wins")
+    add("--version", action="version", version=f"%(prog)s {__version__}")
+    return parser
+
+
+def _add_names_and_sources(parser: argparse.ArgumentParser) -> None:
+    """Add what says under which names, from which folders and what else to write."""
+    add = parser.add_argument
     add(
         "--strip-prefix",
         metavar="PREFIX",
@@ -105,31 +136,6 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="write the optimizer's states (Adam's moments), too, into `optimizer_states`",
     )
-    add(
-        "--transport",
-        choices=CHOICES["transport"],
-        help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "
-        "gather",
-    )
-    add("--writers", metavar="N|all", help="ranks that write (default: 1; with direct: all)")
-    add(
-        "--bucket-size",
-        metavar="SIZE",
-        help="what one round moves, all ranks together (default: auto)",
-    )
-    add("--device", choices=CHOICES["device"], help="default: auto")
-    add(
-        "--io",
-        choices=CHOICES["io"],
-        help="direct transport: buffered (through the page cache), direct (past it), auto: "
-        "buffered, copied by the kernel where it can, or as the first part of a large result "
-        "turns out (default: auto)",
-    )
-    add("--dry-run", action="store_true", help="say what would be written; write nothing")
-    add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
-    add("--config", metavar="FILE.toml", help="options from a file; the command line wins")
-    add("--version", action="version", version=f"%(prog)s {__version__}")
-    return parser
 
 
 def _hyphenated(argument: str) -> str:
