@@ -238,16 +238,16 @@ def test_each_node_has_two_disks(tmp_path: Path) -> None:
 @pytest.mark.deepspeed
 def test_node_local_model_states_of_another_size(tmp_path: Path) -> None:
     """Two nodes, one path: the other node's model states are no copy, and none is taken for it."""
-    case = CASES["shared_layers_z2_w3"]
+    case = CASES["kitchen_z2_groups_w4"]
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     homes = [node / "run" for node in nodes]
-    _, b = split(case.ckpt, homes, [(0, 1), (0, 2)])
+    _, b = split(case.ckpt, homes, [(0, 1), (0, 2, 3)])
     (tag,) = (path.name for path in b.iterdir() if path.is_dir())
     next((b / tag).glob("*zero_pp_rank_0_*")).unlink()
     _edit(
         b / tag / "mp_rank_00_model_states.pt", lambda s: s.update(shared_params={}, mine=[0] * 9)
     )
-    arguments = ["run", tmp_path / "out", "--tag", tag]
+    arguments = ["run", tmp_path / "out", "--tag", tag, "--transport", "allgather"]
     ended = start_ranks(2, ["cli", *nodes, *arguments], module="tests.test_visibility")
     assert [rank.returncode for rank in ended] == [0, 0], show(ended)
     assert_same_bits(load_output(tmp_path / "out"), expected_fp32(case))

@@ -194,6 +194,12 @@ def test_more_states_than_flat_groups(tmp_path: Path) -> None:
     assert "parameters, expected one for each of" in refusal(tmp_path / "ckpt")
 
 
+def test_zenflow_is_refused(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}
+    write(tmp_path / "ckpt", Spec(stage=2, params=PARAMS, client_state={"ds_config": config}))
+    assert "was trained with ZenFlow" in refusal(tmp_path / "ckpt", UnsupportedLayoutError)
+
+
 def test_stage_0_by_value_by_name_and_not_at_all(tmp_path: Path) -> None:
     params = (Param("a", (3, 5)), Param("b", (5, 3)), Param("c", (4,)), Param("d", (4,)))
     root = tmp_path / "ckpt"
