@@ -32,6 +32,7 @@ def consolidate(
     trust_masters: bool = False,
     strip_prefix: Sequence[str] = (),
     rename: Sequence[str] = (),
+    search_dir: StrPath | Sequence[StrPath] = (),
     include: Sequence[str] = (),
     pipeline_names: str = "module",
     tp_rules: StrPath | None = None,
@@ -68,6 +69,8 @@ def consolidate(
         rename: Changes of names for :func:`re.sub`, each ``"REGEX=REPL"`` (the last ``=`` parts
             them), applied in order after ``strip_prefix``. ``tie`` and ``allow_missing`` speak of
             names in the checkpoint.
+        search_dir: Further folders that hold shards of the tag: run folders with the tag in them,
+            or tag folders, such as the copies of several nodes' local storage.
         include: ``["optimizer"]`` writes the optimizer's states (Adam's moments), too: files in the
             folder ``optimizer_states`` of the result, one state each, in the element type on disk.
         pipeline_names: Names of a pipeline's tied layers: ``module`` (once, as ``PipelineModule``
@@ -100,6 +103,7 @@ def consolidate(
             "allow_missing": allow_missing,
             "exclude_frozen": exclude_frozen,
             "trust_masters": trust_masters,
+            "search_dir": _paths(search_dir),
             "strip_prefix": strip_prefix,
             "rename": rename,
             "include": include,
@@ -116,6 +120,11 @@ def consolidate(
         }
     )
     return run(ckpt_dir, output_dir, options, launch=False)
+
+
+def _paths(given: StrPath | Sequence[StrPath]) -> list[str]:
+    several = [given] if isinstance(given, str | os.PathLike) else given
+    return [os.fspath(path) for path in several]
 
 
 def run(

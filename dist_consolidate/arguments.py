@@ -47,6 +47,13 @@ def _add_reading(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("-t", "--tag", metavar="TAG", help="default: what `latest` names, else the newest step")
     add(
+        "--search-dir",
+        metavar="DIR",
+        action="append",
+        help="look for the tag's shards here, too: a run folder with the tag in it, or a tag "
+        "folder, such as another node's copy (repeatable)",
+    )
+    add(
         "--trust-masters",
         action="store_true",
         help="take the fp32 masters although the 16-bit weights hold other values",

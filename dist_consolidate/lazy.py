@@ -104,7 +104,7 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         num_bytes = source.num_numel * source.dtype.itemsize_bytes
         data, view = host_bytes(num_bytes, pinned=False)
         sizes = {shard.name: shard.num_bytes for shard in self._folder.shards}
-        reader = ShardReader(self._folder.path, sizes)
+        reader = ShardReader(self._folder.folders, sizes)
         try:
             for read in fragments(source, self._plan.groups):
                 reader.fill(view, read)

@@ -127,7 +127,7 @@ class _Direct:
         rank = self._world.rank
         owned = self._owned[rank] if rank < self.num_writers else []
         work = DirectWork(
-            folder=self._planned.folder.path,
+            folder=self._planned.folder.folders,
             file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
             plan=self._plan,
             share=self._share(owned),
@@ -216,7 +216,7 @@ class _Exchange:
         from dist_consolidate.runtime.pipeline import Work
 
         return Work(
-            folder=self._planned.folder.path,
+            folder=self._planned.folder.folders,
             file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
             phases=self._phases(),
             tensors=[

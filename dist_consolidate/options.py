@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # What may be written beside the weights.
 INCLUDES = ("optimizer",)
 # Options that may be given several times.
-_LISTS = ("tie", "allow_missing", "strip_prefix", "rename", "include")
+_LISTS = ("tie", "allow_missing", "strip_prefix", "rename", "include", "search_dir")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Options:
         trust_masters: Take fp32 masters although the 16-bit weights hold other values.
         strip_prefix: Prefixes to take off the names, one after another.
         rename: Changes of names, each ``REGEX=REPL``, applied in order after that.
+        search_dir: Further folders that hold shards of the tag.
         include: What to write beside the weights: ``optimizer`` for its states.
         pipeline_names: Names of a pipeline's tied layers: ``module`` for ``PipelineModule``'s,
             ``layer`` for one name per layer that has a file.
@@ -69,6 +70,7 @@ class Options:
     trust_masters: bool = False
     strip_prefix: tuple[str, ...] = ()
     rename: tuple[str, ...] = ()
+    search_dir: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     pipeline_names: str = "module"
     tp_rules: str | None = None
@@ -110,6 +112,8 @@ class Options:
         for item in self.include:
             if item not in INCLUDES:
                 raise UsageError(f"--include {item}: must be one of {', '.join(INCLUDES)}")
+        if "" in self.search_dir:
+            raise UsageError("--search-dir: is empty; name a folder")
         if "" in self.strip_prefix:
             raise UsageError("--strip-prefix: is empty; name what stands before the names")
         _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs

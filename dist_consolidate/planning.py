@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from dist_consolidate.checkpoint.jobs import Finding, Job, run_job
-from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, list_shards
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, in_order
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.checkpoint.request import Request
+from dist_consolidate.checkpoint.search import shards_in
 from dist_consolidate.checkpoint.tensor_settle import merging_from
 from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
@@ -25,6 +26,7 @@ from dist_consolidate.plan.plan import Plan, make_plan
 from dist_consolidate.plan.resolve import resolve
 from dist_consolidate.plan.states import with_states
 from dist_consolidate.runtime.control import Control, describe, exit_code, explained
+from dist_consolidate.searching import search_together
 
 _T = TypeVar("_T")
 
@@ -97,9 +99,16 @@ def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> P
         RankError: The same on all other ranks.
     """
     found = on_rank_0(control, lambda: find_tag(checkpoint_dir, options.tag))
-    shards = control.exchange(_shards_here(found.path))
+    if options.search_dir:
+        found = search_together(found, options.search_dir, control)
+    shards = control.exchange(shards_in(found.folders))
     folder = dataclasses.replace(found, shards=_union(shards))
-    visible = tuple(frozenset(shard.name for shard in seen) for seen in shards)
+    # Another node may have saved model states of its own under the same name; the first count.
+    sizes = {shard.name: shard.num_bytes for shard in folder.shards}
+    visible = tuple(
+        frozenset(shard.name for shard in seen if shard.num_bytes == sizes[shard.name])
+        for seen in shards
+    )
     reading = _SharedReading(control, visible)
     if control.rank:
         reading.serve(folder)
@@ -154,19 +163,12 @@ def on_rank_0(control: Control, action: Callable[[], _T]) -> _T:
     raise raised
 
 
-def _shards_here(path: Path) -> tuple[ShardFile, ...]:
-    try:
-        return list_shards(path)
-    except OSError:
-        return ()  # a node without this folder serves no shards
-
-
 def _union(seen: Sequence[Sequence[ShardFile]]) -> tuple[ShardFile, ...]:
     by_name: dict[str, ShardFile] = {}
     for shards in seen:
         for shard in shards:
             by_name.setdefault(shard.name, shard)
-    return tuple(by_name.values())
+    return in_order(by_name.values())
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str | int | None]:

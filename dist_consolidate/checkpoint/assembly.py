@@ -24,6 +24,7 @@ from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
+from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
@@ -103,9 +104,9 @@ class Assembly:
         if self.stage == 3:
             return zero3.build(self.model, self.optims, self.problems)
         if self.optims and self.experts is not None:
-            path, problems = self.folder.path, self.problems
+            folders, problems = self.folder.folders, self.problems
             return expert_groups.build(
-                path, self.model, self.optims, self.experts, problems, self.notes
+                folders, self.model, self.optims, self.experts, problems, self.notes
             )
         if self.optims:
             return self._zero12()
@@ -116,23 +117,25 @@ class Assembly:
         groups, sources = zero12.build(self.model, self.optims, self.problems, testified)
         told = "the recorded layout does not fit the data"
         self.problems.raise_if_any(f"{self.folder.path}: {told}")
-        path = self.folder.path
-        testimony.confirm(path, self.model, groups, sources, testified, self.problems, self.notes)
+        testimony.confirm(
+            self.folder.folders, self.model, groups, sources, testified, self.problems, self.notes
+        )
         return groups, sources
 
     def _stage0(self) -> dict[str, Source]:
         if self.model.param_shapes is not None or (self.model.zero_stage or 0) > 0:
-            name = "zero_pp_rank_*_mp_rank_00_optim_states.pt"
+            name = f"zero_pp_rank_*_mp_rank_{self.model.shard.mp_rank:02d}_optim_states.pt"
             raise CheckpointError(
                 f"{self.folder.path / name}: all optimizer states are missing, and with them every "
                 f"fp32 master; {self.model.shard.name} says the run used ZeRO"
+                f"{advice(self.folder, '. ')}"
             )
         if self.experts is not None:
             found = self._expert_masters(self.experts)
         elif self.model.module is None:
             return {}  # a pipeline's: its layer files are needed to find them
         else:
-            found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
+            found = stage0.masters(self.folder.folders, self.model, self.problems, self.notes)
         module = self.model.module or {}
         wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
         if not (found or self.model.optimizer or wide):
@@ -143,7 +146,7 @@ class Assembly:
         self, groups: tuple[FlatGroup, ...], partitions: Mapping[str, Source]
     ) -> None:
         """Compare a few masters with the weights that training rounded from them."""
-        found = witness.compare(self.folder.path, groups, partitions, self.model.module or {})
+        found = witness.compare(self.folder.folders, groups, partitions, self.model.module or {})
         if not found.differing:
             return
         what = (
@@ -228,7 +231,7 @@ class Assembly:
         if self.stage == 3:
             return frozenset()
         module, confirmed = self.model.module or {}, set()
-        prints = Fingerprints(self.folder.path, groups)
+        prints = Fingerprints(self.folder.folders, groups)
         for alias, name in {*(self.model.shared_params or {}).items(), *self.request.claims}:
             entry, held = module.get(alias), module.get(name)
             if entry is None or alias in stored or _same_view(entry, held):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.parallel import Grid
+from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.checkpoint.writers import plain_name
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
@@ -72,7 +72,7 @@ def primary_model(folder: TagFolder, mp_rank: int) -> ShardFile:
         raise CheckpointError(
             f"{folder.path / (name + '_model_states.pt')}: is missing; it names the model's "
             "tensors and nothing can be read without it. Look for it where the run's first "
-            "rank saved"
+            f"rank saved{advice(folder, '. ')}"
         )
     return models[0]
 
@@ -100,15 +100,15 @@ def order_by_rank(
     first = by_rank[min(by_rank)][0]
     ranks = first.num_ranks
     if ranks < 1:
-        problems.add(f"{folder.path / first.shard.name}: records no partition_count")
+        problems.add(f"{folder.file(first.shard.name)}: records no partition_count")
         ranks = len(by_rank)
     for rank in sorted(set(range(ranks)) - set(by_rank) - set(damaged)):
         path = folder.path / _name_for(first.shard, rank)
         problems.add(f"{path}: is missing (rank {rank} of {ranks})")
     for rank, found in sorted(by_rank.items()):
-        _check_rank(folder.path, rank, ranks, found, problems)
+        _check_rank(folder, rank, ranks, found, problems)
     ordered = [by_rank[rank][0] for rank in sorted(by_rank) if rank < ranks]
-    _check_agreement(folder.path, ordered, problems)
+    _check_agreement(folder, ordered, problems)
     return ordered
 
 
@@ -118,26 +118,26 @@ def _name_for(example: ShardFile, rank: int) -> str:
 
 
 def _check_rank(
-    path: Path, rank: int, ranks: int, found: Sequence[OptimState], problems: Problems
+    folder: TagFolder, rank: int, ranks: int, found: Sequence[OptimState], problems: Problems
 ) -> None:
     if len(found) > 1:
         names = " and ".join(state.shard.name for state in found)
-        problems.add(f"{path}: rank {rank} is there {len(found)} times: {names}; keep one")
+        problems.add(f"{folder.path}: rank {rank} is there {len(found)} times: {names}; keep one")
     for state in found:
         count = state.num_ranks or ranks
+        path = folder.file(state.shard.name)
         if rank >= ranks:
             problems.add(
-                f"{path / state.shard.name}: is surplus: rank {rank}, but rank 0 was saved by a "
-                f"run with {ranks} ranks (this file: {count}); move away what is left over"
+                f"{path}: is surplus: rank {rank}, but rank 0 was saved by a run with {ranks} "
+                f"ranks (this file: {count}); move away what is left over"
             )
         elif count != ranks:
             problems.add(
-                f"{path / state.shard.name}: was saved by a run with {count} ranks, but rank 0 by "
-                f"one with {ranks}"
+                f"{path}: was saved by a run with {count} ranks, but rank 0 by one with {ranks}"
             )
 
 
-def _check_agreement(path: Path, states: Sequence[OptimState], problems: Problems) -> None:
+def _check_agreement(folder: TagFolder, states: Sequence[OptimState], problems: Problems) -> None:
     # A rank may hold nothing that has taken a step.
     stepped = [state for state in states if state.step is not None]
     for what in ("striped", "zero_stage", "step", "ds_version"):
@@ -146,13 +146,13 @@ def _check_agreement(path: Path, states: Sequence[OptimState], problems: Problem
             ours, theirs = getattr(having[0], what), getattr(state, what)
             if ours != theirs:
                 problems.add(
-                    f"{path / state.shard.name}: {what} is {theirs}, but {ours} in "
+                    f"{folder.file(state.shard.name)}: {what} is {theirs}, but {ours} in "
                     f"{having[0].shard.name}; the files are of different saves"
                 )
     for state in states[1:]:
         if len(state.parts) != len(states[0].parts):
             problems.add(
-                f"{path / state.shard.name}: holds {len(state.parts)} flat groups, but "
+                f"{folder.file(state.shard.name)}: holds {len(state.parts)} flat groups, but "
                 f"{states[0].shard.name} {len(states[0].parts)}"
             )
 
@@ -171,6 +171,6 @@ def check_steps(
     for name, step in steps.items():
         if None not in (step, model.global_steps) and step != model.global_steps:
             problems.add(
-                f"{folder.path / name}: is of step {step}, but {model.shard.name} of step "
+                f"{folder.file(name)}: is of step {step}, but {model.shard.name} of step "
                 f"{model.global_steps}; the files are of different saves"
             )

@@ -26,7 +26,7 @@ from dist_consolidate.errors import Problems
 
 
 def build(
-    folder: Path,
+    folder: Path | Sequence[Path],
     model: ModelState,
     optims: Sequence[OptimState],
     experts: Experts,

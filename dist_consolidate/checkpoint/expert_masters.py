@@ -98,13 +98,13 @@ def masters(
             continue
         if state.is_flat:
             problems.add(
-                f"{folder.path / state.shard.name}: holds flat fp32 masters (a fused optimizer), "
+                f"{folder.file(state.shard.name)}: holds flat fp32 masters (a fused optimizer), "
                 "whose order in a model with experts is recorded nowhere; this version reads "
                 "experts without ZeRO from unfused optimizers and fp32 training only"
             )
             continue
         part = _part(model, experts, state, rank, sizes, is_first=not found)
-        for name, source in stage0.masters(folder.path, part, problems, notes).items():
+        for name, source in stage0.masters(folder.folders, part, problems, notes).items():
             found.setdefault(name, source)
     if found:
         _note_rest(experts, found, notes)

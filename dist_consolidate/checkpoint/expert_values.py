@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dist_consolidate.checkpoint.extents import TensorSpan
+from dist_consolidate.checkpoint.layout import is_seen
 from dist_consolidate.checkpoint.model import FlatGroup, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
@@ -35,7 +36,7 @@ class Layout:
 class Comparison:
     """Compares partitions with ``module`` and the expert files; closes its files at the end."""
 
-    def __init__(self, folder: Path, model: ModelState) -> None:
+    def __init__(self, folder: Path | Sequence[Path], model: ModelState) -> None:
         """Open nothing yet.
 
         Args:
@@ -156,7 +157,7 @@ class Comparison:
         files = {part.file for part in layout.groups[slot.group].parts} if slot else set()
         files |= {entry.span.file} if entry is not None else set()
         for file in files - self._seen.keys():
-            self._seen[file] = (self._folder / file).is_file()
+            self._seen[file] = is_seen(self._folder, file)
         return all(self._seen[file] for file in files)
 
 

@@ -48,19 +48,19 @@ Runner = Callable[[TagFolder, Sequence[Job]], list[Finding]]
 
 def run_job(folder: TagFolder, job: Job) -> Finding:
     """Read one file; whatever goes wrong is the result, to be raised with the others."""
-    path = folder.path / job.shard.name
+    path = folder.file(job.shard.name)
     finding: Finding = None
     with (caught := Caught()):
         if job.kind == "model":
-            finding = read_model_state(folder.path, job.shard)
+            finding = read_model_state(path.parent, job.shard)
         elif job.kind == "optim":
-            finding = read_optim_state(folder.path, job.shard)
+            finding = read_optim_state(path.parent, job.shard)
         elif job.kind == "tensors":
-            finding = read_tensors(folder.path, job.shard)
+            finding = read_tensors(path.parent, job.shard)
         elif job.kind == "optimizer":
-            finding = read_base_optimizer(folder.path, job.shard)
+            finding = read_base_optimizer(path.parent, job.shard)
         elif job.kind == "expert-optim":
-            finding = read_expert_optim(folder.path, job.shard)
+            finding = read_expert_optim(path.parent, job.shard)
         else:
             finding = scan_integer(path, "global_steps")
     error = caught.error

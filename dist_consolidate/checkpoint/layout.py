@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -87,12 +87,25 @@ class TagFolder:
         tag: Its name.
         chosen: How the tag was chosen, in words.
         shards: Its files, by role, model-parallel index and rank.
+        search: All folders its files may lie in, in order of preference; empty for ``path`` alone.
+        notes: What was found about files in several folders, for the report.
     """
 
     path: Path
     tag: str
     chosen: str
     shards: tuple[ShardFile, ...]
+    search: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """All folders its files may lie in."""
+        return self.search or (self.path,)
+
+    def file(self, name: str) -> Path:
+        """Give a shard's path (see :func:`locate`); where it is missing, one in ``path``."""
+        return self.path / name if not self.search else locate(self.search, name, self.path)
 
     def of(self, role: Role) -> tuple[ShardFile, ...]:
         """Give the shards of one role."""
@@ -102,6 +115,20 @@ class TagFolder:
         """Give the folder as one model-parallel index sees it; pipeline layers are no index's."""
         mine = (s for s in self.shards if s.mp_rank == mp_rank and s.role != "layer")
         return dataclasses.replace(self, shards=tuple(mine))
+
+
+def is_seen(folders: Path | Sequence[Path], name: str) -> bool:
+    """Tell whether a shard can be seen from here.
+
+    Args:
+        folders: The tag folder, or all folders its shards lie in.
+        name: The shard.
+
+    Returns:
+        Whether it is in any of them.
+    """
+    every = (folders,) if isinstance(folders, Path) else folders
+    return any((folder / name).is_file() for folder in every)
 
 
 def parse_name(name: str, num_bytes: int = 0) -> ShardFile | None:
@@ -126,6 +153,21 @@ def parse_name(name: str, num_bytes: int = 0) -> ShardFile | None:
     return None
 
 
+def locate(folders: Sequence[Path], name: str, default: Path | None = None) -> Path:
+    """Give a shard's path: in the first folder that has it here.
+
+    Args:
+        folders: Where to look, in order of preference.
+        name: The shard.
+        default: The folder to name where none has it; by default the first one.
+
+    Returns:
+        The path.
+    """
+    paths = [folder / name for folder in folders]
+    return next((path for path in paths if path.is_file()), (default or folders[0]) / name)
+
+
 def list_shards(folder: Path) -> tuple[ShardFile, ...]:
     """List the shards of a tag folder, in order of role, model-parallel index and rank."""
     shards = []
@@ -133,6 +175,11 @@ def list_shards(folder: Path) -> tuple[ShardFile, ...]:
         shard = parse_name(entry.name)
         if shard is not None and entry.is_file():
             shards.append(dataclasses.replace(shard, num_bytes=entry.stat().st_size))
+    return in_order(shards)
+
+
+def in_order(shards: Iterable[ShardFile]) -> tuple[ShardFile, ...]:
+    """Sort shards by role, model-parallel index and rank."""
     key = {role: index for index, (role, _) in enumerate(_PATTERNS)}
     order = sorted(
         shards,

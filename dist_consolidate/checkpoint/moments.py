@@ -156,7 +156,7 @@ class _Moments:
         parts = [optim.parts[index] for optim in self.optims]
         empty = [dataclasses.replace(part, shape=(0,), stride=(1,)) for part in parts]
         spans = [span or nothing for span, nothing in zip(found, empty, strict=True)]
-        fits = self._fits(index, spans)
+        fits = self._fits(index, spans, needed)
         if not any(fit for fit, need in zip(fits, needed, strict=True) if need):
             self.unread[key] = f"has the shape {list(spans[0].shape)}, not that of the weights"
             return
@@ -185,19 +185,24 @@ class _Moments:
         end = self._end_numel(index)
         return [start < end for start in _starts(parts)]
 
-    def _fits(self, index: int, spans: Sequence[TensorSpan]) -> list[bool]:
-        """Tell which ranks' tensors lie element by element beside the fp32 partition."""
+    def _fits(self, index: int, spans: Sequence[TensorSpan], needed: Sequence[bool]) -> list[bool]:
+        """Tell which ranks' tensors lie element by element beside the fp32 partition.
+
+        They are as long as the partition; only the last one that is needed may be as long as parts
+        are in memory, where the partition's padding was cut off. So every part begins where its
+        twin does. DeepSpeed pads a group to a multiple of twice the ranks, releases before 0.5.2
+        to one of the ranks.
+        """
         flat = [len(span.shape) == 1 and span.is_contiguous for span in spans]
         held = [optim.parts[index].num_numel for optim in self.optims]
-        ours = [span.num_numel for span in spans]
+        fits = [f and s.num_numel == h for f, s, h in zip(flat, spans, held, strict=True)]
         if self.ckpt.groups[index].striped:
-            return [f and a == b for f, a, b in zip(flat, ours, held, strict=True)]
-        end = self._end_numel(index)
-        starts = list(zip(_starts(ours), _starts(held), ours, held, strict=True))
-        return [
-            f and mine == theirs and numel >= min(part, end - theirs)
-            for f, (mine, theirs, numel, part) in zip(flat, starts, strict=True)
-        ]
+            return fits
+        last = max(rank for rank, need in enumerate(needed) if need)
+        end, num_ranks = self._end_numel(index), len(held)
+        in_memory = (-(-end // num_ranks), 2 * -(-end // (2 * num_ranks)))
+        fits[last] |= flat[last] and spans[last].num_numel in in_memory
+        return fits
 
     def _end_numel(self, index: int) -> int:
         ends = [

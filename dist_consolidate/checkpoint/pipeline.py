@@ -102,7 +102,7 @@ def read_layers(folder: TagFolder, grid: Grid, run: Runner) -> list[list[Tensors
     problems = Problems()
     found: list[dict[int, TensorsState]] = [{} for _ in range(grid.tensor_degree)]
     for shard, state in zip(shards, run(folder, [Job("tensors", s) for s in shards]), strict=True):
-        path, layer = folder.path / shard.name, shard.layer or 0
+        path, layer = folder.file(shard.name), shard.layer or 0
         if isinstance(state, CheckpointError):
             problems.add(str(state))
         elif shard.mp_rank >= grid.tensor_degree:
@@ -148,7 +148,7 @@ def merge_stages(
     Raises:
         CheckpointError: If stages hold different values under one name.
     """
-    values = Values(folder.path, [stage.groups for stage in stages])
+    values = Values(folder.folders, [stage.groups for stage in stages])
     try:
         merging = _Merging(stages, values)
         merged = merging.checkpoint(folder)

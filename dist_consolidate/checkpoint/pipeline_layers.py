@@ -66,7 +66,7 @@ def with_layers(
     Raises:
         CheckpointError: If a layer file is missing, or contradicts the fp32 partitions.
     """
-    values = Values(folder.path, [stage.groups for stage in stages])
+    values = Values(folder.folders, [stage.groups for stage in stages])
     try:
         return _Naming(folder, stages, buffers, files, naming, values).checkpoints()
     finally:

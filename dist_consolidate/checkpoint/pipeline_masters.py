@@ -35,7 +35,7 @@ class _Place:
 
 
 def masters(
-    folder: Path,
+    folder: Path | Sequence[Path],
     models: Sequence[ModelState],
     files: Sequence[TensorsState],
     problems: Problems,
@@ -57,7 +57,7 @@ def masters(
     try:
         if any(model.optimizer for model in models):
             return _Matching(models, files, values, problems, notes).sources()
-        _check_count(folder, models, files, values, problems, notes)
+        _check_count(models, files, values, problems, notes)
         return [{} for _ in models]
     finally:
         values.close()
@@ -251,7 +251,6 @@ class _Matching:
 
 
 def _check_count(
-    folder: Path,
     models: Sequence[ModelState],
     files: Sequence[TensorsState],
     values: Values,
@@ -274,7 +273,7 @@ def _check_count(
     for shape, count in needed.items():
         if held[shape] < count:
             problems.add(
-                f"{folder}: the optimizers of the pipeline stages step {count} parameters of shape "
+                "the optimizers of the pipeline stages step {count} parameters of shape "
                 f"{list(shape)}, but the layer files hold {held[shape]}; a layer file "
                 "(layer_*-model_states.pt) is missing. Look for it where that stage's ranks saved"
             )

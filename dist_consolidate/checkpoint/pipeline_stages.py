@@ -128,7 +128,7 @@ class PipelineStages:
     ) -> list[Checkpoint]:
         """Find the masters of stage 0, which have no names."""
         problems, notes, path = Problems(), list[str](), self.folder.path
-        found = pipeline_masters.masters(path, models, files, problems, notes)
+        found = pipeline_masters.masters(self.folder.folders, models, files, problems, notes)
         problems.raise_if_any(f"{path}: the layer files do not fit the optimizer states")
         dtypes = [e.span.dtype for f in files for e in f.entries.values() if e.span.num_numel]
         if not any(found) and not any(dtype.name == "float32" for dtype in dtypes):

@@ -19,7 +19,9 @@ _HEAD_NUMEL = 4096
 class Values:
     """Compares tensors of several pipeline stages, each with flat groups of its own."""
 
-    def __init__(self, folder: Path, groups: Sequence[Sequence[FlatGroup]]) -> None:
+    def __init__(
+        self, folder: Path | Sequence[Path], groups: Sequence[Sequence[FlatGroup]]
+    ) -> None:
         """Open nothing yet.
 
         Args:

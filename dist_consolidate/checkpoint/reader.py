@@ -16,6 +16,7 @@ from dist_consolidate.checkpoint.moments import with_moments
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
 from dist_consolidate.checkpoint.pipeline_stages import PipelineStages, is_pipeline
 from dist_consolidate.checkpoint.request import Request
+from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.checkpoint.tensor_parallel import TensorRank, merge_tensor_ranks
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
@@ -71,7 +72,9 @@ def read_checkpoint(
     elif not piped:
         census.check_indices(folder, grid.size, problems)
     # A layout needs every rank; missing and damaged shards are told first, all together.
-    problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
+    problems.raise_if_any(
+        f"{folder.path}: the checkpoint is incomplete or inconsistent", advice(folder)
+    )
     if piped:
         checkpoint = _joined_stages(folder, grid, parts, run, request)
     else:
@@ -79,7 +82,7 @@ def read_checkpoint(
         told = (*request.claims, *(primary.shared_params or {}).items())
         found = _assembled(parts, run, dataclasses.replace(request, claims=told))
         checkpoint = _tensor_merged(folder, parts, found, request)
-    checkpoint = dataclasses.replace(checkpoint, notes=(*notes, *checkpoint.notes))
+    checkpoint = dataclasses.replace(checkpoint, notes=(*folder.notes, *notes, *checkpoint.notes))
     if request.include_optimizer:
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)

@@ -22,11 +22,11 @@ _CHUNK_NUMEL = 1 << 20
 class Fingerprints:
     """Digests of tensors' values, rounded to an element type, chunk by chunk."""
 
-    def __init__(self, folder: Path, groups: Sequence[FlatGroup] = ()) -> None:
+    def __init__(self, folder: Path | Sequence[Path], groups: Sequence[FlatGroup] = ()) -> None:
         """Open nothing yet.
 
         Args:
-            folder: The tag folder.
+            folder: The tag folder, or all folders its shards lie in.
             groups: The flat groups that sources refer to.
         """
         self._reader, self._groups = ShardReader(folder, {}), groups

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.fragments import Read
+from dist_consolidate.checkpoint.layout import locate
 from dist_consolidate.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,14 +29,15 @@ _SPAN_BYTES = 4 << 20
 class ShardReader:
     """Reads from the shards of one tag folder; several threads may read at once."""
 
-    def __init__(self, folder: Path, file_bytes: Mapping[str, int]) -> None:
+    def __init__(self, folder: Path | Sequence[Path], file_bytes: Mapping[str, int]) -> None:
         """Open nothing yet.
 
         Args:
-            folder: The tag folder.
+            folder: The tag folder, or all folders its shards lie in.
             file_bytes: The size of each shard when it was planned with.
         """
-        self._folder, self._file_bytes = folder, file_bytes
+        self._folders = (folder,) if isinstance(folder, Path) else tuple(folder)
+        self._file_bytes = file_bytes
         self._descriptors: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
         self.num_bytes_read = 0
@@ -101,8 +103,7 @@ class ShardReader:
             The error.
         """
         return CheckpointError(
-            f"{self._folder / file}: cannot be read at byte {offset_bytes}: "
-            f"{error.strerror or error}"
+            f"{self._path(file)}: cannot be read at byte {offset_bytes}: {error.strerror or error}"
         )
 
     def cut_short(self, file: str, offset_bytes: int, num_missing_bytes: int) -> CheckpointError:
@@ -117,7 +118,7 @@ class ShardReader:
             The error.
         """
         return CheckpointError(
-            f"{self._folder / file}: ended at byte {offset_bytes} while being read, expected "
+            f"{self._path(file)}: ended at byte {offset_bytes} while being read, expected "
             f"{num_missing_bytes} bytes more; it was changed or cut short"
         )
 
@@ -142,8 +143,11 @@ class ShardReader:
                 self._open(file, flags)
             return self._descriptors[file, flags]
 
+    def _path(self, file: str) -> Path:
+        return locate(self._folders, file)
+
     def _open(self, file: str, flags: int) -> None:
-        path = self._folder / file
+        path = self._path(file)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         except OSError as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
@@ -38,12 +38,12 @@ class Master:
 
 
 def masters(
-    folder: Path, model: ModelState, problems: Problems, notes: list[str]
+    folder: Path | Sequence[Path], model: ModelState, problems: Problems, notes: list[str]
 ) -> dict[str, Source]:
     """Find the key of ``module`` for every fp32 master.
 
     Args:
-        folder: The tag folder; weights are read from it to compare.
+        folder: The tag folder, or all folders its shards lie in; weights are read to compare.
         model: The model states.
         problems: Takes masters that fit no key.
         notes: Takes the keys whose master cannot be told.

@@ -125,7 +125,7 @@ class _Merge:
         partitions = self._place("fp32", [c.partitions for c in self.checkpoints])
         frozen = self._place("frozen", [c.frozen for c in self.checkpoints])
         module = self._module({**frozen, **partitions})
-        comparing = Comparing(self.folder.path, self.groups, self.files)
+        comparing = Comparing(self.folder.folders, self.groups, self.files)
         try:
             self._raise_problems(comparing)
             self._compare(comparing)

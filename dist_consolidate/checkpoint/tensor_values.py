@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.fragments import Fragments
+from dist_consolidate.checkpoint.layout import is_seen
 from dist_consolidate.checkpoint.model import FlatGroup, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.errors import Problems
@@ -32,7 +33,9 @@ class Copies:
 class Comparing:
     """Compares shards of several ranks bit for bit."""
 
-    def __init__(self, folder: Path, groups: Sequence[FlatGroup], files: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path | Sequence[Path], groups: Sequence[FlatGroup], files: Sequence[str]
+    ) -> None:
         """Open nothing yet.
 
         Args:
@@ -106,5 +109,5 @@ class Comparing:
     def _is_seen(self, source: Source) -> bool:
         files = self._fragments.files(source)
         for file in files - self._seen.keys():
-            self._seen[file] = (self._folder / file).is_file()
+            self._seen[file] = is_seen(self._folder, file)
         return all(self._seen[file] for file in files)

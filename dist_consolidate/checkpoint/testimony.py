@@ -164,7 +164,7 @@ def _contradict(
 
 
 def confirm(
-    folder: Path,
+    folder: Path | Sequence[Path],
     model: ModelState,
     groups: Sequence[FlatGroup],
     sources: Mapping[str, Source],
@@ -202,7 +202,7 @@ class _Check:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | Sequence[Path],
         model: ModelState,
         groups: Sequence[FlatGroup],
         sources: Mapping[str, Source],

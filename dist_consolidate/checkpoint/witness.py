@@ -46,7 +46,7 @@ class Testimony:
 
 
 def compare(
-    folder: Path,
+    folder: Path | Sequence[Path],
     groups: Sequence[FlatGroup],
     partitions: Mapping[str, Source],
     module: Mapping[str, ModuleEntry],

@@ -160,9 +160,9 @@ def _facts(
             members = groups[index].setdefault("tensors", [])
             assert isinstance(members, list), "a list of tensors is no number"
             members.append(names[name])
-    step: object = states.steps[0] if len(states.steps) == 1 else list(states.steps)
+    steps: list[int] | None = list(states.steps) or None
     return {
-        "step": step or None,
+        "step": steps[0] if steps and len(steps) == 1 else steps,
         "param_groups": groups,
         "left_out": dict(unread),
         "without_state": dict(without),

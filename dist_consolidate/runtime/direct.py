@@ -37,7 +37,7 @@ class DirectWork:
     """What one rank is to do.
 
     Attributes:
-        folder: The tag folder.
+        folder: All folders the shards lie in.
         file_bytes: Size of each shard.
         plan: The plan.
         share: This rank's buckets.
@@ -47,7 +47,7 @@ class DirectWork:
         num_threads: Threads; each holds one bucket, and its source where that is cast.
     """
 
-    folder: Path
+    folder: Path | Sequence[Path]
     file_bytes: Mapping[str, int]
     plan: Plan
     share: Share

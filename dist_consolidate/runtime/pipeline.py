@@ -41,7 +41,7 @@ class Work:
     """What is to be moved; the same on every rank.
 
     Attributes:
-        folder: The tag folder.
+        folder: All folders the shards lie in.
         file_bytes: Size of each shard.
         phases: Buckets.
         tensors: What the assembler must know, by index in the plan.
@@ -53,7 +53,7 @@ class Work:
         visible: For each rank, the shards it sees.
     """
 
-    folder: Path
+    folder: Path | Sequence[Path]
     file_bytes: Mapping[str, int]
     phases: Sequence[Phase]
     tensors: Sequence[Moved]

@@ -35,6 +35,7 @@ def test_defaults():
         "trust_masters": False,
         "strip_prefix": (),
         "rename": (),
+        "search_dir": (),
         "include": (),
         "pipeline_names": "module",
         "tp_rules": None,
@@ -215,6 +216,7 @@ exclude_frozen = true
 trust_masters = true
 strip-prefix = ["module."]
 rename = ["a=b"]
+search-dir = ["x/y"]
 include = ["optimizer"]
 pipeline-names = "layer"
 tp_rules = "rules.toml"
