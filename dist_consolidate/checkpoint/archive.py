@@ -131,19 +131,21 @@ class Archive:
 
     Attributes:
         path: Where the file lies.
+        name: Its name in the tag folder; spans refer to it by this name.
         tree: The unpickled object (see :mod:`dist_consolidate.checkpoint.unpickle`).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str | None = None) -> None:
         """Read the index and the pickle.
 
         Args:
             path: A file that ``torch.save`` wrote.
+            name: What spans call it, if it lies deeper than in the tag folder.
 
         Raises:
             CheckpointError: If the file is missing, empty, truncated or no torch file.
         """
-        self.path = path
+        self.path, self.name = path, name or path.name
         self._records: ZipRecords | LegacyFile
         try:
             if is_legacy(path):
@@ -182,8 +184,7 @@ class Archive:
             CheckpointError: If the storage record is missing, or too short for the tensor.
         """
         width = tensor.dtype.itemsize_bytes
-        name = self.path.name
-        place = TensorSpan(name, 0, tensor.dtype, tensor.shape, tensor.stride)
+        place = TensorSpan(self.name, 0, tensor.dtype, tensor.shape, tensor.stride)
         if not place.num_numel:
             return place
         base, held = self._place(tensor.storage.key)
@@ -194,7 +195,7 @@ class Archive:
                 f"tensor of shape {list(tensor.shape)} in it needs {need}"
             )
         offset_bytes = base + tensor.offset_numel * width
-        return TensorSpan(name, offset_bytes, tensor.dtype, tensor.shape, tensor.stride)
+        return TensorSpan(self.name, offset_bytes, tensor.dtype, tensor.shape, tensor.stride)
 
     def _place(self, key: str) -> tuple[int, int]:
         """Give a storage's first byte and its length in bytes."""

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, stage0, testimony, zero3, zero12
+from dist_consolidate.checkpoint import census, stage0, swapped, testimony, zero3, zero12
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
-from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState, TensorsState
+from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 
@@ -83,7 +83,8 @@ class Assembly:
                 "files tells whether matrices lie transposed; this version does not read those"
             )
         if self.stage == 3:
-            return zero3.build(self.model, self.optims, self.problems)
+            optims = swapped.fill(self.folder, self.model, self.optims, self.problems)
+            return zero3.build(self.model, optims, self.problems)
         if self.optims:
             return self._zero12()
         return (), self._stage0()
@@ -143,7 +144,7 @@ class Assembly:
             elif isinstance(finding, ModelState):
                 models[shard.dp_rank or 0] = finding
                 steps[shard.name] = finding.global_steps
-            elif not isinstance(finding, OptimState | TensorsState):
+            elif finding is None or isinstance(finding, int):
                 steps[shard.name] = finding
         census.check_steps(self.folder, self.model, steps, self.problems)
         self._note_missing({shard.dp_rank for shard in others}, has_frozen)

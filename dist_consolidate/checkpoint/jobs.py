@@ -14,21 +14,23 @@ from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.states import (
     ModelState,
     OptimState,
+    ParamState,
     TensorsState,
     read_model_state,
     read_optim_state,
+    read_param,
     read_tensors,
 )
 from dist_consolidate.errors import Caught, CheckpointError
 
-Finding = ModelState | OptimState | TensorsState | int | None | CheckpointError
+Finding = ModelState | OptimState | TensorsState | ParamState | int | None | CheckpointError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One file to read, and what for: states, a bare state dict, or only the step."""
+    """One file to read, and what for: states, a bare state dict, a parameter, or the step."""
 
-    kind: Literal["model", "optim", "tensors", "step"]
+    kind: Literal["model", "optim", "tensors", "param", "step"]
     shard: ShardFile
 
 
@@ -46,6 +48,8 @@ def run_job(folder: TagFolder, job: Job) -> Finding:
             finding = read_optim_state(folder.path, job.shard)
         elif job.kind == "tensors":
             finding = read_tensors(folder.path, job.shard)
+        elif job.kind == "param":
+            finding = read_param(folder.path, job.shard)
         else:
             finding = scan_integer(path, "global_steps")
     error = caught.error

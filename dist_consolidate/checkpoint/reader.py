@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dist_consolidate.checkpoint import census, writers
+from dist_consolidate.checkpoint import census, universal, writers
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
 from dist_consolidate.checkpoint.layout import TagFolder
@@ -35,6 +35,8 @@ def read_checkpoint(
     """
     folder, notes = writers.settle(folder)
     census.refuse_other_kinds(folder)
+    if universal.is_universal(folder):
+        return universal.read(folder, run, claims)
     jobs = _jobs(folder)
     findings = dict(zip(jobs, run(folder, jobs), strict=True))
     problems = Problems()

@@ -92,6 +92,21 @@ class TensorsState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ParamState:
+    """One parameter's file of a universal checkpoint.
+
+    Attributes:
+        shard: The file.
+        span: Its values.
+        bare: Whether the file holds the tensor alone, which then is flat.
+    """
+
+    shard: ShardFile
+    span: TensorSpan
+    bare: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OptimState:
     """An optimizer states file under ZeRO.
 
@@ -107,6 +122,7 @@ class OptimState:
         expert_groups: Whether a param group belongs to experts.
         step: Steps the optimizer has taken, where it says so.
         ds_version: The DeepSpeed release that wrote it.
+        swap_ids: What names the file of each part that the swapper may have emptied.
     """
 
     shard: ShardFile
@@ -119,6 +135,7 @@ class OptimState:
     expert_groups: bool
     step: int | None
     ds_version: str | None
+    swap_ids: tuple[str | None, ...] = ()
 
 
 def _wrong(path: Path, what: str) -> CheckpointError:
@@ -226,7 +243,16 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         or "ds_zero_partition_groups" in state,
         step=_optimizer_step(archive, state),
         ds_version=_text(tree.get("ds_version")),
+        swap_ids=tuple(map(_swap_id, state[key])),
     )
+
+
+def _swap_id(tensor: TensorRef) -> str | None:
+    """Read the attribute that names a tensor's swap file."""
+    state = tensor.attributes
+    # Objects with slots pickle a pair of their dictionary and the slots.
+    state = state[0] if isinstance(state, tuple) and state else state
+    return _text(state.get("ds_id")) if isinstance(state, Mapping) else None
 
 
 def _optimizer_step(archive: Archive, state: Mapping[str, Any]) -> int | None:
@@ -329,6 +355,34 @@ def read_tensors(folder: Path, shard: ShardFile) -> TensorsState:
     archive = Archive(folder / shard.name)
     entries, odd = _module(archive, _state_of(archive))
     return TensorsState(shard, entries or {}, odd)
+
+
+def read_param(folder: Path, shard: ShardFile) -> ParamState:
+    """Read the metadata of one parameter's file of a universal checkpoint.
+
+    Args:
+        folder: The tag folder.
+        shard: The file.
+
+    Returns:
+        Its typed view; no weight has been read.
+
+    Raises:
+        CheckpointError: If the file is damaged or holds something else.
+        UnsupportedLayoutError: If the parameter is an expert's.
+    """
+    archive = Archive(folder / shard.name, shard.name)
+    tree = archive.tree
+    bare = isinstance(tree, TensorRef)
+    if not bare and "is_expert_param" in _state_of(archive):
+        raise UnsupportedLayoutError(
+            f"{archive.path}: is an expert's parameter (MoE) in a universal checkpoint; this "
+            "version does not read those"
+        )
+    tensor = tree if bare else tree.get("param")
+    if not isinstance(tensor, TensorRef):
+        raise _wrong(archive.path, "has no tensor `param`")
+    return ParamState(shard, archive.span(tensor), bare)
 
 
 def _degrees(value: Any) -> tuple[int, int] | None:  # noqa: ANN401

@@ -236,7 +236,6 @@ def test_every_damaged_file_is_named(tmp_path):
         ("expert_1_mp_rank_00_model_states.pt", "expert-parallel (MoE)"),
         ("layer_01-model_states.pt", "pipeline-parallel"),
         ("layer_01-model_00-model_states.pt", "pipeline-parallel"),
-        ("mp_rank_00_model_states.pt-0.1", "checkpoint.writer"),
     ],
 )
 def test_kinds_that_names_give_away(tmp_path, name, words):
