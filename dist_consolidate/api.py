@@ -29,6 +29,7 @@ def consolidate(
     tie: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     exclude_frozen: bool = False,
+    allow_16bit: bool = False,
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -55,6 +56,7 @@ def consolidate(
         tie: Further ties, each ``"NAME=SOURCE"``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
+        allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -80,6 +82,7 @@ def consolidate(
             "tie": tie,
             "allow_missing": allow_missing,
             "exclude_frozen": exclude_frozen,
+            "allow_16bit": allow_16bit,
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,

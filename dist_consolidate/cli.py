@@ -80,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         help="leave frozen parameters out",
     )
     add(
+        "--allow-16bit",
+        action="store_true",
+        help="where all optimizer states of ZeRO-1 or 2 are gone, take the 16-bit weights",
+    )
+    add(
         "--transport",
         choices=CHOICES["transport"],
         help="default: allgather on GPUs; on CPUs direct where every rank sees every shard, else "

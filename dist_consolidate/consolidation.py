@@ -182,7 +182,15 @@ class _Run:
         return [text] if names else []
 
     def _manifest(self, notes: Sequence[str]) -> bytes:
-        shaping = ("format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen")
+        shaping = (
+            "format",
+            "dtype",
+            "max_shard_size",
+            "tie",
+            "allow_missing",
+            "exclude_frozen",
+            "allow_16bit",
+        )
         chosen = {name: getattr(self.options, name) for name in shaping}
         facts = {k: v for k, v in self.planned.facts.items() if k != "tag_chosen"}
         return manifest_json(

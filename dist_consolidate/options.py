@@ -35,6 +35,7 @@ class Options:
         tie: Ties on top of those found, each ``NAME=SOURCE``.
         allow_missing: Globs of keys that may be left out if they have no data.
         exclude_frozen: Leave frozen parameters out.
+        allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
@@ -52,6 +53,7 @@ class Options:
     tie: tuple[str, ...] = ()
     allow_missing: tuple[str, ...] = ()
     exclude_frozen: bool = False
+    allow_16bit: bool = False
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"
@@ -75,7 +77,7 @@ class Options:
         for name in ("tie", "allow_missing"):
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
-        for name in ("exclude_frozen", "overwrite", "dry_run"):
+        for name in ("exclude_frozen", "allow_16bit", "overwrite", "dry_run"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")
         if self.format == "safetensors" and self.ties == "alias":

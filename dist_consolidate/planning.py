@@ -90,7 +90,9 @@ def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> P
 
     def plan() -> Planned:
         try:
-            checkpoint = read_checkpoint(folder, reading.run, options.tie_pairs)
+            checkpoint = read_checkpoint(
+                folder, reading.run, options.tie_pairs, allow_16bit=options.allow_16bit
+            )
         finally:
             reading.end()
         return Planned(folder, _facts(checkpoint), plan_here(checkpoint, options), visible)

@@ -7,7 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, stage0, swapped, testimony, zero3, zero12
+from dist_consolidate.checkpoint import (
+    census,
+    sixteen_bit,
+    stage0,
+    swapped,
+    testimony,
+    zero3,
+    zero12,
+)
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
@@ -26,6 +34,7 @@ class Assembly:
         optims: Sequence[OptimState],
         run: Runner,
         claims: Sequence[tuple[str, str]],
+        allow_16bit: bool = False,
     ) -> None:
         """Set up.
 
@@ -35,9 +44,10 @@ class Assembly:
             optims: Its optimizer states, in rank order.
             run: Reads files.
             claims: Ties the user claims, as pairs of alias and source.
+            allow_16bit: Take the 16-bit weights where all optimizer states are gone.
         """
         self.folder, self.model, self.optims, self.run = folder, model, optims, run
-        self.claims = claims
+        self.claims, self.allow_16bit = claims, allow_16bit
         self.problems = Problems()
         self.notes: list[str] = []
         self.stage = _stage(model, optims)
@@ -100,11 +110,8 @@ class Assembly:
 
     def _stage0(self) -> dict[str, Source]:
         if self.model.param_shapes is not None or (self.model.zero_stage or 0) > 0:
-            name = "zero_pp_rank_*_mp_rank_00_optim_states.pt"
-            raise CheckpointError(
-                f"{self.folder.path / name}: all optimizer states are missing, and with them every "
-                f"fp32 master; {self.model.shard.name} says the run used ZeRO"
-            )
+            self.notes.append(sixteen_bit.accept(self.folder, self.model, self.allow_16bit))
+            return {}
         found = stage0.masters(self.folder.path, self.model, self.problems, self.notes)
         module = self.model.module or {}
         wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)

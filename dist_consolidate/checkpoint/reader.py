@@ -16,7 +16,11 @@ from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayout
 
 
 def read_checkpoint(
-    folder: TagFolder, run: Runner = run_here, claims: Sequence[tuple[str, str]] = ()
+    folder: TagFolder,
+    run: Runner = run_here,
+    claims: Sequence[tuple[str, str]] = (),
+    *,
+    allow_16bit: bool = False,
 ) -> Checkpoint:
     """Read the metadata of a tag.
 
@@ -24,6 +28,7 @@ def read_checkpoint(
         folder: The shards (see :func:`dist_consolidate.checkpoint.layout.find_tag`).
         run: Reads files: gives the finding of each job, in order.
         claims: Ties the user claims, as pairs of alias and source.
+        allow_16bit: Take the 16-bit weights where all optimizer states are gone.
 
     Returns:
         The metadata, with every weight located.
@@ -62,7 +67,8 @@ def read_checkpoint(
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
     checkpoints = [
-        Assembly(part.folder, part.model, part.optims, run, claims).checkpoint() for part in parts
+        Assembly(part.folder, part.model, part.optims, run, claims, allow_16bit).checkpoint()
+        for part in parts
     ]
     return dataclasses.replace(checkpoints[0], notes=(*notes, *checkpoints[0].notes))
 

@@ -32,6 +32,7 @@ def test_defaults():
         "tie": (),
         "allow_missing": (),
         "exclude_frozen": False,
+        "allow_16bit": False,
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -182,7 +183,7 @@ def test_globs():
 
 def test_unknown_options():
     message = refusal(zeal=1, form="bin")
-    assert message.startswith("unknown option form, zeal; known are allow_missing, bucket_size, ")
+    assert message.startswith("unknown option form, zeal; known are allow_16bit, allow_missing, ")
 
 
 # The TOML form.
@@ -204,6 +205,7 @@ ties = "alias"
 tie = ["head=emb", "a=b"]
 allow-missing = ["x.*"]
 exclude_frozen = true
+allow_16bit = true
 transport = "direct"
 writers = 2
 bucket_size = 1000000
@@ -220,7 +222,7 @@ dry_run = true
     assert options.tie_pairs == (("head", "emb"), ("a", "b"))
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
-    assert options.io == "buffered"
+    assert options.io == "buffered" and options.allow_16bit
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")
 
 
