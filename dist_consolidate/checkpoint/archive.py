@@ -62,10 +62,15 @@ class ZipRecords:
             with zipfile.ZipFile(self.path) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            what = "truncated or damaged" if head.startswith(b"PK") else "not a torch file"
+            found = f"found {self._num_bytes} bytes without a zip directory at their end"
+            if not head.startswith(b"PK"):
+                raise CheckpointError(
+                    f"{self.path}: not a torch file: {found}; copy the file again or save again. "
+                    "(The DataStates engine writes a format of its own under such names: load the "
+                    "checkpoint with DeepSpeed and that engine, and save it without)"
+                ) from error
             raise CheckpointError(
-                f"{self.path}: {what}: found {self._num_bytes} bytes without a zip directory at "
-                "their end; copy the file again or save again"
+                f"{self.path}: truncated or damaged: {found}; copy the file again or save again"
             ) from error
         self._index(entries)
 

@@ -196,6 +196,12 @@ def _spans(archive: Archive, value: Any, what: str) -> Iterator[TensorSpan]:  # 
 
 
 def _state_of(archive: Archive) -> Mapping[str, Any]:
+    if archive.tree == "":
+        raise UnsupportedLayoutError(
+            f"{archive.path}: is a stub of the Nebula checkpoint engine (an empty text), whose "
+            "data are kept elsewhere; load the checkpoint with DeepSpeed and Nebula, and save it "
+            "without"
+        )
     if not isinstance(archive.tree, Mapping):
         kind = type(archive.tree).__name__
         raise _wrong(archive.path, f"holds a {kind}, expected a dictionary of states")
