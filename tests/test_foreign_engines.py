@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dist_consolidate import CheckpointError, UnsupportedLayoutError, consolidate
-from tests.special import copy_of
+from tests.cases import assert_same_bits, expected_fp32, load_output
+from tests.special import copy_of, edit
 
 
 def refusal(tmp_path: Path, kind: type[CheckpointError] = CheckpointError) -> str:
@@ -38,3 +39,16 @@ def test_datastates(tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert all(f"{path}: not a torch file" in message for path in paths)
     assert "DataStates" in message
+
+
+def test_mics(tmp_path: Path) -> None:
+    """MiCS saves its first shard group only: fewer files than ranks, as many as partitions.
+
+    Made here from a plain ZeRO-3 checkpoint by recording a larger world: MiCS cannot be run
+    without GPUs.
+    """
+    case, tag = copy_of("kitchen_z3_bf16_w2", tmp_path)
+    for path in tag.glob("*model_states.pt"):
+        edit(path, lambda state: state.update(dp_world_size=4))
+    consolidate(tmp_path / "ckpt", tmp_path / "out")
+    assert_same_bits(load_output(tmp_path / "out"), expected_fp32(case))
