@@ -37,6 +37,7 @@ def consolidate(
     pipeline_names: str = "module",
     tp_rules: StrPath | None = None,
     hf_config: StrPath | None = None,
+    allow_16bit: bool = False,
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
@@ -77,6 +78,7 @@ def consolidate(
             names them) or ``layer`` (under each layer that has a file).
         tp_rules: A TOML file that says how tensor-parallel shards go together, if need be.
         hf_config: A tensor-parallel model's ``config.json`` or its folder, for the same purpose.
+        allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
@@ -110,6 +112,7 @@ def consolidate(
             "pipeline_names": pipeline_names,
             "tp_rules": None if tp_rules is None else os.fspath(tp_rules),
             "hf_config": None if hf_config is None else os.fspath(hf_config),
+            "allow_16bit": allow_16bit,
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,

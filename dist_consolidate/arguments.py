@@ -59,6 +59,11 @@ def _add_reading(group: argparse._ArgumentGroup) -> None:
         help="take the fp32 masters although the 16-bit weights hold other values",
     )
     add(
+        "--allow-16bit",
+        action="store_true",
+        help="where all optimizer states of ZeRO-1 or 2 are gone, take the 16-bit weights",
+    )
+    add(
         "--tp-rules",
         metavar="FILE.toml",
         help="how tensor-parallel shards go together, where the checkpoint does not record it",

@@ -50,6 +50,7 @@ class Options:
             ``layer`` for one name per layer that has a file.
         tp_rules: A file of rules for tensor parallelism.
         hf_config: The ``config.json`` of a tensor-parallel model, or the folder that holds it.
+        allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
@@ -75,6 +76,7 @@ class Options:
     pipeline_names: str = "module"
     tp_rules: str | None = None
     hf_config: str | None = None
+    allow_16bit: bool = False
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"
@@ -101,7 +103,8 @@ class Options:
         for name in _LISTS:
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
-        for name in ("exclude_frozen", "trust_masters", "overwrite", "dry_run"):
+        switches = ("exclude_frozen", "trust_masters", "allow_16bit", "overwrite", "dry_run")
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")
         if self.format == "safetensors" and self.ties == "alias":

@@ -127,6 +127,7 @@ def _request(options: Options) -> Request:
     return Request(
         claims=options.tie_pairs,
         trust_masters=options.trust_masters,
+        allow_16bit=options.allow_16bit,
         include_optimizer="optimizer" in options.include,
         pipeline_names=options.pipeline_names,
         merging=merging_from(options.tp_rules, options.hf_config),

@@ -31,7 +31,7 @@ def run_python(*arguments):
 
 
 def options_in(text):
-    return {name for name in re.findall(r"--[a-z][a-z-]+", text) if name != "--help"}
+    return {name for name in re.findall(r"--[a-z][a-z0-9-]+", text) if name != "--help"}
 
 
 def options_in_help():
@@ -42,7 +42,7 @@ def options_in_help():
 
 def options_in_table():
     section = README.split("### Options")[1].split("\n### ")[0]
-    names = re.findall(r"--[a-z][a-z-]+", " ".join(re.findall(r"^\| ([^|]+)", section, re.M)))
+    names = re.findall(r"--[a-z][a-z0-9-]+", " ".join(re.findall(r"^\| ([^|]+)", section, re.M)))
     assert len(names) == len(set(names))
     return set(names)
 

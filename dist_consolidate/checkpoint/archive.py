@@ -1,4 +1,4 @@
-"""The index of a torch zip file: its pickled object and the place of every storage record.
+"""The index of a torch file: its pickled object and the place of every storage record.
 
 No weight is read. The zip's directory, the pickle and the small local headers of the records that
 are asked for are all that touches the disk.
@@ -20,11 +20,11 @@ from typing import Any
 
 from dist_consolidate.checkpoint import unpickle
 from dist_consolidate.checkpoint.extents import TensorSpan
+from dist_consolidate.checkpoint.legacy import LegacyFile, is_legacy
 from dist_consolidate.checkpoint.unpickle import TensorRef
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
 
 
 class ZipRecords:
@@ -58,19 +58,19 @@ class ZipRecords:
             head = stream.read(10)
         if not head:
             raise CheckpointError(f"{self.path}: is empty (0 bytes); the save did not finish")
-        if head == _LEGACY_MAGIC:
-            raise UnsupportedLayoutError(
-                f"{self.path}: is in torch's format of before 1.6 (not a zip file), which this "
-                "version does not read; torch.load it and torch.save it again"
-            )
         try:
             with zipfile.ZipFile(self.path) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            what = "truncated or damaged" if head.startswith(b"PK") else "not a torch file"
+            found = f"found {self._num_bytes} bytes without a zip directory at their end"
+            if not head.startswith(b"PK"):
+                raise CheckpointError(
+                    f"{self.path}: not a torch file: {found}; copy the file again or save again. "
+                    "(The DataStates engine writes a format of its own under such names: load the "
+                    "checkpoint with DeepSpeed and that engine, and save it without)"
+                ) from error
             raise CheckpointError(
-                f"{self.path}: {what}: found {self._num_bytes} bytes without a zip directory at "
-                "their end; copy the file again or save again"
+                f"{self.path}: truncated or damaged: {found}; copy the file again or save again"
             ) from error
         self._index(entries)
 
@@ -136,31 +136,45 @@ class ZipRecords:
             return stream.read(entry.file_size)
 
 
-class Archive(ZipRecords):
-    """One torch file with its pickled object.
+class Archive:
+    """One torch file with its pickled object, a zip file or of the format before that.
 
     Attributes:
+        path: Where the file lies.
+        name: Its name in the tag folder; spans refer to it by this name.
         tree: The unpickled object (see :mod:`dist_consolidate.checkpoint.unpickle`).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str | None = None) -> None:
         """Read the index and the pickle.
 
         Args:
             path: A file that ``torch.save`` wrote.
+            name: What spans call it, if it lies deeper than in the tag folder.
 
         Raises:
-            CheckpointError: If the file is missing, empty, truncated or no torch zip file.
+            CheckpointError: If the file is missing, empty, truncated or no torch file.
         """
-        super().__init__(path)
+        self.path, self.name = path, name or path.name
+        self._records: ZipRecords | LegacyFile
         try:
-            self.tree: Any = unpickle.loads(self.read_small("data.pkl"))
+            if is_legacy(path):
+                self._records = LegacyFile(path)
+                self.tree: Any = self._records.tree
+                return
+            self._records = ZipRecords(path)
+            self.tree = unpickle.loads(self._records.read_small("data.pkl"))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
         except ValueError as error:
             raise CheckpointError(
                 f"{path}: the pickle inside is damaged or not a torch.save of a state ({error})"
             ) from error
+
+    @property
+    def saved_as(self) -> str:
+        """The name it was saved as, without its ending, where the file remembers one."""
+        return self._records.saved_as if isinstance(self._records, ZipRecords) else ""
 
     def scalar(self, tensor: TensorRef) -> int | None:
         """Read a tensor of one element, such as an optimizer's step; ``None`` for other ones."""
@@ -188,16 +202,22 @@ class Archive(ZipRecords):
         place = TensorSpan(self.name, 0, tensor.dtype, tensor.shape, tensor.stride)
         if not place.num_numel:
             return place
-        record = f"data/{tensor.storage.key}"
-        base, held = self.data_offset_bytes(record), self.record(record).file_size
+        base, held = self._place(tensor.storage.key)
         need = (tensor.offset_numel + place.reach_numel) * width
         if need > held:
             raise CheckpointError(
-                f"{self.path}: storage record {record} holds {held} bytes, but a tensor of shape "
-                f"{list(tensor.shape)} in it needs {need}"
+                f"{self.path}: storage record data/{tensor.storage.key} holds {held} bytes, but a "
+                f"tensor of shape {list(tensor.shape)} in it needs {need}"
             )
         offset_bytes = base + tensor.offset_numel * width
         return TensorSpan(self.name, offset_bytes, tensor.dtype, tensor.shape, tensor.stride)
+
+    def _place(self, key: str) -> tuple[int, int]:
+        """Give a storage's first byte and its length in bytes."""
+        if isinstance(self._records, LegacyFile):
+            return self._records.place(key)
+        record = f"data/{key}"
+        return self._records.data_offset_bytes(record), self._records.record(record).file_size
 
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
@@ -217,15 +237,15 @@ def scan_integer(path: Path, key: str) -> int | None:
         The integer, or ``None`` if no such entry is found.
 
     Raises:
-        CheckpointError: If the file is no readable torch zip file.
+        CheckpointError: If the file is no readable torch file.
     """
-    records = ZipRecords(path)
     try:
-        found = _scan(records.read_small("data.pkl"), key.encode())
+        legacy = is_legacy(path)
+        found = [] if legacy else _scan(ZipRecords(path).read_small("data.pkl"), key.encode())
         if len(found) == 1:
             return found[0]
         # The key may stand elsewhere too (client state can hold anything): see which is ours.
-        tree = Archive(path).tree if found else None
+        tree = Archive(path).tree if found or legacy else None
         value = tree.get(key) if isinstance(tree, dict) else None
         return value if type(value) is int else None
     except OSError as error:

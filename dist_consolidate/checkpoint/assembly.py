@@ -11,7 +11,9 @@ from dist_consolidate.checkpoint import (
     census,
     expert_groups,
     expert_masters,
+    sixteen_bit,
     stage0,
+    swapped,
     testimony,
     witness,
     zero3,
@@ -24,7 +26,6 @@ from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
-from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
@@ -102,7 +103,8 @@ class Assembly:
                 "files tells whether matrices lie transposed; this version does not read those"
             )
         if self.stage == 3:
-            return zero3.build(self.model, self.optims, self.problems)
+            optims = swapped.fill(self.folder, self.model, self.optims, self.problems)
+            return zero3.build(self.model, optims, self.problems)
         if self.optims and self.experts is not None:
             folders, problems = self.folder.folders, self.problems
             return expert_groups.build(
@@ -124,12 +126,9 @@ class Assembly:
 
     def _stage0(self) -> dict[str, Source]:
         if self.model.param_shapes is not None or (self.model.zero_stage or 0) > 0:
-            name = f"zero_pp_rank_*_mp_rank_{self.model.shard.mp_rank:02d}_optim_states.pt"
-            raise CheckpointError(
-                f"{self.folder.path / name}: all optimizer states are missing, and with them every "
-                f"fp32 master; {self.model.shard.name} says the run used ZeRO"
-                f"{advice(self.folder, '. ')}"
-            )
+            allowed = self.request.allow_16bit
+            self.notes.append(sixteen_bit.accept(self.folder, self.model, allowed))
+            return {}
         if self.experts is not None:
             found = self._expert_masters(self.experts)
         elif self.model.module is None:

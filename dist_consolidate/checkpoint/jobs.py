@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 from dist_consolidate.checkpoint.archive import scan_integer
@@ -16,9 +17,11 @@ from dist_consolidate.checkpoint.optimizer import BaseOptimizer, read_base_optim
 from dist_consolidate.checkpoint.states import (
     ModelState,
     OptimState,
+    ParamState,
     TensorsState,
     read_model_state,
     read_optim_state,
+    read_param,
     read_tensors,
 )
 from dist_consolidate.errors import Caught, CheckpointError
@@ -29,6 +32,7 @@ Finding = (
     | TensorsState
     | BaseOptimizer
     | ExpertOptimState
+    | ParamState
     | int
     | None
     | CheckpointError
@@ -37,9 +41,9 @@ Finding = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One file to read, and what for: states, a bare state dict, the optimizer's own, or a step."""
+    """One file to read, and what for: states, a state dict, a parameter, an optimizer, a step."""
 
-    kind: Literal["model", "optim", "tensors", "optimizer", "expert-optim", "step"]
+    kind: Literal["model", "optim", "tensors", "optimizer", "expert-optim", "param", "step"]
     shard: ShardFile
 
 
@@ -49,18 +53,22 @@ Runner = Callable[[TagFolder, Sequence[Job]], list[Finding]]
 def run_job(folder: TagFolder, job: Job) -> Finding:
     """Read one file; whatever goes wrong is the result, to be raised with the others."""
     path = folder.file(job.shard.name)
+    # A shard's name may lead into a folder of the tag folder.
+    base = path.parents[len(Path(job.shard.name).parts) - 1]
     finding: Finding = None
     with (caught := Caught()):
         if job.kind == "model":
-            finding = read_model_state(path.parent, job.shard)
+            finding = read_model_state(base, job.shard)
         elif job.kind == "optim":
-            finding = read_optim_state(path.parent, job.shard)
+            finding = read_optim_state(base, job.shard)
         elif job.kind == "tensors":
-            finding = read_tensors(path.parent, job.shard)
+            finding = read_tensors(base, job.shard)
         elif job.kind == "optimizer":
-            finding = read_base_optimizer(path.parent, job.shard)
+            finding = read_base_optimizer(base, job.shard)
         elif job.kind == "expert-optim":
-            finding = read_expert_optim(path.parent, job.shard)
+            finding = read_expert_optim(base, job.shard)
+        elif job.kind == "param":
+            finding = read_param(base, job.shard)
         else:
             finding = scan_integer(path, "global_steps")
     error = caught.error

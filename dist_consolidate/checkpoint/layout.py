@@ -17,7 +17,7 @@ from typing import Literal
 
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, listing
 
-Role = Literal["model", "optim", "expert", "expert-optim", "layer"]
+Role = Literal["model", "optim", "expert", "expert-optim", "layer", "swap", "universal"]
 
 _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("model", re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
@@ -39,6 +39,8 @@ _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = (
         "layer",
         re.compile(r"layer_(?P<layer>\d+)(-model_(?P<mp>\d+))?-model_states\.pt"),
     ),
+    ("universal", re.compile(r"zero/[^/]+/fp32\.pt")),
+    ("swap", re.compile(r"offloaded_tensors/(rank(?P<dp>\d+)/)?\d+(_\d+)*\.tensor\.swp")),
 )
 # What checkpoint.writer hangs on a name: the writer and the number of writers.
 _WRITER = re.compile(r"(?P<plain>.*)-(?P<rank>\d+)\.(?P<count>\d+)")
@@ -49,7 +51,7 @@ class ShardFile:
     """One file DeepSpeed wrote.
 
     Attributes:
-        name: File name inside the tag folder.
+        name: File name inside the tag folder, with slashes where it lies deeper.
         role: What it holds.
         dp_rank: Data-parallel rank, or ``None`` where the name has none (then rank 0 wrote it); of
             experts' optimizer states without ZeRO the expert-parallel rank.
@@ -171,8 +173,8 @@ def locate(folders: Sequence[Path], name: str, default: Path | None = None) -> P
 def list_shards(folder: Path) -> tuple[ShardFile, ...]:
     """List the shards of a tag folder, in order of role, model-parallel index and rank."""
     shards = []
-    for entry in folder.iterdir():
-        shard = parse_name(entry.name)
+    for entry in (*folder.iterdir(), *_swap_files(folder), *folder.glob("zero/*/fp32.pt")):
+        shard = parse_name(entry.relative_to(folder).as_posix())
         if shard is not None and entry.is_file():
             shards.append(dataclasses.replace(shard, num_bytes=entry.stat().st_size))
     return in_order(shards)
@@ -188,6 +190,12 @@ def in_order(shards: Iterable[ShardFile]) -> tuple[ShardFile, ...]:
         ),
     )  # fmt: skip
     return tuple(order)
+
+
+def _swap_files(folder: Path) -> Iterable[Path]:
+    """Give what the optimizer swapper left, in one folder or in one for each rank."""
+    swapped = folder / "offloaded_tensors"
+    return (*swapped.glob("*.swp"), *swapped.glob("rank*/*.swp")) if swapped.is_dir() else ()
 
 
 def _holds_shards(folder: Path) -> bool:
@@ -269,9 +277,10 @@ def _find_tag(root: Path, tag: str | None) -> TagFolder:
                 + "\nname the one to read with --tag"
             )
         return _folder(root / latest, latest, "named by `latest`")
-    with_shards = [
-        entry for entry in tags.values() if _holds_shards(entry) and not _is_universal(entry)
-    ]
+    with_shards = [entry for entry in tags.values() if _holds_shards(entry)]
+    # A run's own tag is read rather than what was made from one.
+    own = [entry for entry in with_shards if not _is_universal(entry)]
+    with_shards = own or with_shards
     if not with_shards:
         raise CheckpointError(_nothing_found(root, tags))
     newest = _newest(with_shards)
@@ -287,7 +296,7 @@ def _tags(folders: dict[str, Path]) -> list[str]:
 
 def _folder(path: Path, tag: str, chosen: str) -> TagFolder:
     shards = list_shards(path)
-    if not shards or _is_universal(path):
+    if not shards or all(shard.role == "universal" for shard in shards):
         raise CheckpointError(_nothing_found(path, {p.name: p for p in path.iterdir()}))
     return TagFolder(path, tag, chosen, shards)
 
@@ -295,8 +304,9 @@ def _folder(path: Path, tag: str, chosen: str) -> TagFolder:
 def _nothing_found(root: Path, entries: dict[str, Path]) -> str:
     if _is_universal(root):
         raise UnsupportedLayoutError(
-            f"{root}: is a universal checkpoint (ds_to_universal), which this version does not "
-            "read; pass the ZeRO checkpoint it was made from"
+            f"{root}: is a universal checkpoint (ds_to_universal) without the copied model states "
+            "(*_model_states.pt), which name the model's tensors; pass the ZeRO checkpoint it was "
+            "made from"
         )
     runs = sorted(n for n, p in entries.items() if p.is_dir() and (p / "latest").is_file())
     if runs:

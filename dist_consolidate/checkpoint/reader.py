@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_consolidate.checkpoint import census, pipeline, writers
+from dist_consolidate.checkpoint import census, pipeline, universal, writers
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.experts import Experts, gather, refuse_kinds, with_experts
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
@@ -43,6 +43,8 @@ def read_checkpoint(
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
     folder, notes = writers.settle(folder)
+    if universal.is_universal(folder):
+        return universal.read(folder, run, request)
     jobs = _jobs(folder)
     findings = dict(zip(jobs, run(folder, jobs), strict=True))
     problems = Problems()

@@ -14,6 +14,7 @@ class Request:
     Attributes:
         claims: Ties, as pairs of alias and source.
         trust_masters: Take fp32 masters although ``module`` holds other values.
+        allow_16bit: Take the 16-bit weights where all optimizer states are gone.
         include_optimizer: Locate the optimizer's states, too.
         merging: What is said about tensor parallelism.
         pipeline_names: How a pipeline's tied layers are named: ``module`` or ``layer``.
@@ -21,6 +22,7 @@ class Request:
 
     claims: tuple[tuple[str, str], ...] = ()
     trust_masters: bool = False
+    allow_16bit: bool = False
     include_optimizer: bool = False
     pipeline_names: str = "module"
     merging: Merging = Merging()  # noqa: RUF009 - frozen

@@ -109,6 +109,21 @@ class TensorsState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ParamState:
+    """One parameter's file of a universal checkpoint.
+
+    Attributes:
+        shard: The file.
+        span: Its values.
+        bare: Whether the file holds the tensor alone, which then is flat.
+    """
+
+    shard: ShardFile
+    span: TensorSpan
+    bare: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OptimState:
     """An optimizer states file under ZeRO.
 
@@ -127,6 +142,7 @@ class OptimState:
         slices: ``param_slice_mappings``, group by group: where in this rank's part its elements of
             each parameter begin, and how many they are.
         universal_info: As in :class:`ModelState`; AutoTP keeps it here too.
+        swap_ids: What names the file of each part that the swapper may have emptied.
     """
 
     shard: ShardFile
@@ -141,6 +157,7 @@ class OptimState:
     experts: ExpertFacts = ExpertFacts()  # noqa: RUF009 - frozen
     slices: tuple[dict[str, tuple[int, int]], ...] | None = None
     universal_info: Mapping[str, Any] | None = None
+    swap_ids: tuple[str | None, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -242,6 +259,12 @@ def state_of(archive: Archive) -> Mapping[str, Any]:
     Raises:
         CheckpointError: If it is no dictionary.
     """
+    if archive.tree == "":
+        raise UnsupportedLayoutError(
+            f"{archive.path}: is a stub of the Nebula checkpoint engine (an empty text), whose "
+            "data are kept elsewhere; load the checkpoint with DeepSpeed and Nebula, and save it "
+            "without"
+        )
     if not isinstance(archive.tree, Mapping):
         kind = type(archive.tree).__name__
         raise _wrong(archive.path, f"holds a {kind}, expected a dictionary of states")
@@ -290,6 +313,7 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         slices=_slices(state.get("param_slice_mappings")),
         experts=facts_of_optim(tree, state),
         universal_info=plain_mapping(state.get("universal_checkpoint_info")),
+        swap_ids=tuple(map(_swap_id, state[key])),
     )
 
 
@@ -309,6 +333,14 @@ def _slices(value: Any) -> tuple[dict[str, tuple[int, int]], ...] | None:  # noq
             found[name] = (start, numel)
         groups.append(found)
     return tuple(groups)
+
+
+def _swap_id(tensor: TensorRef) -> str | None:
+    """Read the attribute that names a tensor's swap file."""
+    state = tensor.attributes
+    # Objects with slots pickle a pair of their dictionary and the slots.
+    state = state[0] if isinstance(state, tuple) and state else state
+    return _text(state.get("ds_id")) if isinstance(state, Mapping) else None
 
 
 def _optimizer_step(archive: Archive, state: Mapping[str, Any]) -> int | None:
@@ -415,6 +447,34 @@ def read_tensors(folder: Path, shard: ShardFile) -> TensorsState:
     archive = open_shard(folder, shard)
     entries, odd = _module(archive, state_of(archive))
     return TensorsState(shard, entries or {}, odd)
+
+
+def read_param(folder: Path, shard: ShardFile) -> ParamState:
+    """Read the metadata of one parameter's file of a universal checkpoint.
+
+    Args:
+        folder: The tag folder.
+        shard: The file.
+
+    Returns:
+        Its typed view; no weight has been read.
+
+    Raises:
+        CheckpointError: If the file is damaged or holds something else.
+        UnsupportedLayoutError: If the parameter is an expert's.
+    """
+    archive = Archive(folder / shard.name, shard.name)
+    tree = archive.tree
+    bare = isinstance(tree, TensorRef)
+    if not bare and "is_expert_param" in state_of(archive):
+        raise UnsupportedLayoutError(
+            f"{archive.path}: is an expert's parameter (MoE) in a universal checkpoint; this "
+            "version does not read those"
+        )
+    tensor = tree if bare else tree.get("param")
+    if not isinstance(tensor, TensorRef):
+        raise _wrong(archive.path, "has no tensor `param`")
+    return ParamState(shard, archive.span(tensor), bare)
 
 
 def _degrees(value: Any) -> tuple[int, int] | None:  # noqa: ANN401

@@ -214,7 +214,7 @@ class _Check:
 
     def moved(self, names: Sequence[str], problems: Problems, notes: list[str]) -> None:
         """Every value of tensors that lie elsewhere than recorded must round to its copy."""
-        chosen = _spread(names, _MAX_COMPARED)
+        chosen = spread(names, _MAX_COMPARED)
         wrong = [name for name in chosen if not self._agrees(name)]
         if wrong:
             problems.add(
@@ -229,12 +229,12 @@ class _Check:
 
     def transposed(self, names: Sequence[str], problems: Problems, notes: list[str]) -> None:
         """Columns must round to their copies, but for those that ZenFlow has updated ahead."""
-        chosen = _spread(names, _MAX_COMPARED)
+        chosen = spread(names, _MAX_COMPARED)
         columns = [pair for name in chosen for pair in self._columns(name)]
         equal = sum(ours == theirs for ours, theirs in columns)
         plain = [n for n, s in self.sources.items() if len(s.shape) == 1 and s.slot is not None]
         plain = [n for n in plain if n in self.module and self.module[n].span.is_contiguous]
-        in_step = [self._agrees(name) for name in _spread(plain, _MAX_COMPARED)]
+        in_step = [self._agrees(name) for name in spread(plain, _MAX_COMPARED)]
         if not equal and any(in_step):
             problems.add(
                 f"{self.shard}: the strides of `module` say that {len(names)} matrices lie "
@@ -262,7 +262,7 @@ class _Check:
         """Digest columns of a matrix: the master's, and those of its copy."""
         source, view = self.sources[name], self.module[name].span
         rows, columns = source.shape
-        for column in _spread(range(columns), _MAX_COLUMNS):
+        for column in spread(range(columns), _MAX_COLUMNS):
             width = view.dtype.itemsize_bytes
             place = view.offset_bytes + column * view.stride[1] * width
             span = dataclasses.replace(
@@ -275,8 +275,16 @@ class _Check:
             yield self.prints.of(ours, view.dtype), self.prints.of(theirs, view.dtype)
 
 
-def _spread(items: Sequence[_T], count: int) -> list[_T]:
-    """Pick at most so many items, the first and the last among them."""
+def spread(items: Sequence[_T], count: int) -> list[_T]:
+    """Pick items to look at.
+
+    Args:
+        items: All of them.
+        count: The most to pick, at least two.
+
+    Returns:
+        Items spread over all of them, the first and the last included.
+    """
     if len(items) <= count:
         return list(items)
     return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]

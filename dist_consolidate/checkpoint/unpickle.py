@@ -18,7 +18,7 @@ import io
 import pickle
 import reprlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, BinaryIO
 
 from dist_consolidate.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
 
@@ -306,10 +306,10 @@ for _dtype in BY_NAME.values():
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream, encoding="utf-8")
         self._foreign: dict[tuple[str, str], type[Inert]] = {}
-        self._storages: dict[str, StorageRef] = {}
+        self.storages: dict[str, StorageRef] = {}
 
     def find_class(self, module_name: str, global_name: str) -> Any:  # noqa: ANN401
         known = _KNOWN.get((module_name, global_name))
@@ -325,7 +325,9 @@ class _Unpickler(pickle.Unpickler):
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("an object is stored outside the file")
         _, kind, key, _location, num_numel = pid[:5]
-        known = self._storages.get(key) if isinstance(key, str) else None
+        if len(pid) > 5 and pid[5] is not None:
+            raise pickle.UnpicklingError("a storage is a part of another one")
+        known = self.storages.get(key) if isinstance(key, str) else None
         if known is not None:
             return known
         if isinstance(kind, type) and issubclass(kind, Inert):
@@ -336,7 +338,7 @@ class _Unpickler(pickle.Unpickler):
         if type(num_numel) is not int or num_numel < 0:
             raise pickle.UnpicklingError(f"storage {key} claims {num_numel!r} elements")
         storage = StorageRef(key, kind.dtype or UINT8, num_numel)
-        self._storages[key] = storage
+        self.storages[key] = storage
         return storage
 
 
@@ -366,7 +368,23 @@ def loads(data: bytes) -> Any:  # noqa: ANN401
     Raises:
         ValueError: If the bytes are no well-formed pickle of that kind.
     """
+    return load_stream(io.BytesIO(data))[0]
+
+
+def load_stream(stream: BinaryIO) -> tuple[Any, dict[str, StorageRef]]:
+    """Unpickle from a file that goes on behind the pickle (see :func:`loads`).
+
+    Args:
+        stream: The file; afterwards it stands behind the pickle.
+
+    Returns:
+        The object, and the storages it refers to, by key.
+
+    Raises:
+        ValueError: If there is no well-formed pickle of that kind.
+    """
+    unpickler = _Unpickler(stream)
     try:
-        return _Unpickler(data).load()
+        return unpickler.load(), unpickler.storages
     except _BAD_PICKLE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -37,7 +37,8 @@ def build(
         model: The model states of rank 0.
         optims: The optimizer states of every rank, in rank order.
         problems: Takes what contradicts the layout.
-        testified: Takes the places that are known by the views of ``module`` alone.
+        testified: Takes the places that are known by the views of ``module`` alone,
+            for the caller to confirm by value; without it, such places are a problem.
 
     Returns:
         The flat groups, and the source of each tensor in them, in flat order.
@@ -61,6 +62,11 @@ def build(
                 sources[name] = column_major(group, slot.offset_numel, (rows, columns))
         if testified is not None:
             testified |= witness.alone
+        elif witness.alone:
+            problems.add(
+                f"{group.label}: {len(witness.alone)} parameters lie otherwise in `module` than "
+                f"the recorded layout says, the first is {next(iter(witness.alone))!r}"
+            )
         groups.append(group)
     return tuple(groups), sources
 

@@ -63,7 +63,7 @@ def _check_parts(
         if not part.num_numel:
             problems.add(
                 f"{part.file}: {group.label} is empty, expected {need_numel} elements; its "
-                "optimizer was offloaded to NVMe, which this version does not read"
+                "optimizer was offloaded to NVMe, and its values are not there"
             )
         else:
             problems.add(

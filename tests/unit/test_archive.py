@@ -210,12 +210,6 @@ def test_a_truncated_file(saved, cut):
     assert f"truncated or damaged: found {len(data) - cut} bytes" in refusal(saved)
 
 
-def test_the_format_of_before_1_6(tmp_path):
-    path = tmp_path / "x.pt"
-    torch.save(tree(), path, _use_new_zipfile_serialization=False)
-    assert "before 1.6" in refusal(path, kind=UnsupportedLayoutError)
-
-
 def test_compressed_records(saved):
     rewritten(saved, records_of(saved), zipfile.ZIP_DEFLATED)
     assert "is compressed" in refusal(saved)

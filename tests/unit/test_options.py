@@ -40,6 +40,7 @@ def test_defaults():
         "pipeline_names": "module",
         "tp_rules": None,
         "hf_config": None,
+        "allow_16bit": False,
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
@@ -191,7 +192,7 @@ def test_globs():
 
 def test_unknown_options():
     message = refusal(zeal=1, form="bin")
-    assert message.startswith("unknown option form, zeal; known are allow_missing, bucket_size, ")
+    assert message.startswith("unknown option form, zeal; known are allow_16bit, allow_missing, ")
 
 
 # The TOML form.
@@ -221,6 +222,7 @@ include = ["optimizer"]
 pipeline-names = "layer"
 tp_rules = "rules.toml"
 hf_config = "model"
+allow_16bit = true
 transport = "direct"
 writers = 2
 bucket_size = 1000000
@@ -237,7 +239,7 @@ dry_run = true
     assert options.tie_pairs == (("head", "emb"), ("a", "b"))
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
-    assert options.trust_masters is True
+    assert options.trust_masters and options.allow_16bit
     assert (options.tp_rules, options.hf_config) == ("rules.toml", "model")
     assert options.io == "buffered"
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")

@@ -1,0 +1,239 @@
+"""Universal checkpoints: one small file per parameter, made by ``ds_to_universal``.
+
+``zero/NAME/fp32.pt`` holds the master: a dictionary with the full tensor under ``param`` (stages 1
+and 2, and tensor parallelism, whose parts are merged already), or a bare flat tensor (ZeRO-3),
+whose shape stands in the copied model states. These also have everything that is no optimizer's:
+buffers, frozen parameters, ties. (Recent releases write files for these too, but cast to float.)
+
+The converter trusts positions that are wrong under ``round_robin_gradients``, and it knows nothing
+of ZenFlow's transposed matrices, so that a few tensors are compared with ``module``.
+
+Source: DeepSpeed's ``checkpoint/ds_to_universal.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from dist_consolidate.checkpoint import census
+from dist_consolidate.checkpoint.assembly import Assembly
+from dist_consolidate.checkpoint.extents import contiguous_stride
+from dist_consolidate.checkpoint.jobs import Job, Runner
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
+from dist_consolidate.checkpoint.parallel import find_grid
+from dist_consolidate.checkpoint.request import Request
+from dist_consolidate.checkpoint.rounding import Fingerprints
+from dist_consolidate.checkpoint.states import ModelState, ParamState
+from dist_consolidate.checkpoint.testimony import spread
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
+
+_MAX_COMPARED = 16
+
+
+def is_universal(folder: TagFolder) -> bool:
+    """Whether the masters are a universal checkpoint's; where a run's own are there, they count."""
+    return bool(folder.of("universal")) and not folder.of("optim")
+
+
+def read(folder: TagFolder, run: Runner, request: Request) -> Checkpoint:
+    """Read the metadata of a universal checkpoint.
+
+    Args:
+        folder: The shards.
+        run: Reads files.
+        request: What the user asks for.
+
+    Returns:
+        The metadata, with every weight located.
+
+    Raises:
+        CheckpointError: If files are missing, damaged or contradict each other.
+        UnsupportedLayoutError: If it is of a kind that is not read.
+    """
+    first = census.primary_model(folder, 0)
+    others = [s for s in folder.of("model") if not s.dp_rank and s is not first]
+    models = []
+    problems = Problems()
+    for finding in run(folder, [Job("model", shard) for shard in (first, *others)]):
+        if isinstance(finding, ModelState):
+            models.append(finding)
+        elif isinstance(finding, CheckpointError):
+            problems.add(str(finding))
+    problems.raise_if_any(f"{folder.path}: the universal checkpoint cannot be read")
+    return _Universal(folder, models, run, request).checkpoint()
+
+
+class _Universal(Assembly):
+    """Takes the masters from a universal checkpoint's files, and all else from model states."""
+
+    def __init__(
+        self,
+        folder: TagFolder,
+        models: Sequence[ModelState],
+        run: Runner,
+        request: Request,
+    ) -> None:
+        super().__init__(folder, models[0], (), run, request)
+        if any(model.module is None for model in models):
+            raise UnsupportedLayoutError(
+                f"{folder.path}: is a universal checkpoint of a pipeline-parallel run, whose model "
+                "states list no tensors; this version does not read those"
+            )
+        self.models = models
+        striped = models[0].shard.dp_rank is not None
+        self.stage = 3 if striped else models[0].zero_stage or 1
+        ranks = [shard.dp_rank or 0 for shard in folder.of("model") if striped]
+        self.ranks = max(ranks, default=0) + 1
+        self.degree = max(find_grid(folder, models[0]).size, len(models))
+        self.notes.append("a universal checkpoint (ds_to_universal) was read")
+        if (folder.path / "tmp").is_dir():
+            self.notes.append(
+                "its folder `tmp` is there: the conversion kept it (--keep_temp_folder), or did "
+                "not finish; every parameter was found nevertheless"
+            )
+
+    def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        shapes = self._shapes()
+        files = {_name_of(shard): shard for shard in self.folder.of("universal")}
+        wanted = {name: files[name] for name in shapes if name in files}
+        if self.degree > 1:
+            wanted |= self._merged_elsewhere(files, shapes)
+        missing = [n for n, shape in shapes.items() if math.prod(shape) and n not in files]
+        for name in missing:
+            self.problems.add(
+                f"{self.folder.path / 'zero' / name / 'fp32.pt'}: is missing; param_shapes lists "
+                f"{name!r} as trained. The conversion did not finish: run ds_to_universal again, "
+                "or pass the ZeRO checkpoint it was made from"
+            )
+        sources: dict[str, Source] = {}
+        findings = self.run(self.folder, [Job("param", shard) for shard in wanted.values()])
+        for name, finding in zip(wanted, findings, strict=True):
+            if isinstance(finding, UnsupportedLayoutError):
+                raise finding
+            if isinstance(finding, CheckpointError):
+                self.problems.add(str(finding))
+            elif isinstance(finding, ParamState):
+                source = self._source(name, finding, shapes.get(name))
+                sources |= {name: source} if source else {}
+        told = "the universal checkpoint is incomplete or inconsistent"
+        self.problems.raise_if_any(f"{self.folder.path}: {told}")
+        self._compare(sources)
+        return (), sources
+
+    def _module(self, partitions: Mapping[str, Source]) -> dict[str, ModuleKey]:
+        keys = super()._module(partitions)
+        if self.degree == 1:
+            return keys
+        # Of what the converter has merged, `module` holds one rank's part only.
+        return {
+            name: dataclasses.replace(key, source=None) if name in partitions else key
+            for name, key in keys.items()
+        }
+
+    def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        # Under tensor parallelism, model states hold one rank's parts; see _merged_elsewhere.
+        return super()._frozen(first_group) if self.degree == 1 else ((), {})
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Give the trained parameters: in full shape, but for tensor parallelism."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for model in self.models:
+            if model.param_shapes is None:
+                raise CheckpointError(
+                    f"{self.folder.path / model.shard.name}: has no param_shapes; nothing tells "
+                    "which parameters were trained"
+                )
+            for group in model.param_shapes:
+                shapes |= group
+        return shapes
+
+    def _merged_elsewhere(
+        self, files: Mapping[str, ShardFile], shapes: Mapping[str, object]
+    ) -> dict[str, ShardFile]:
+        """Under tensor parallelism, take what only the converter has merged; check the rest."""
+        merged: dict[str, ShardFile] = {}
+        self._check_ranks()
+        for model in self.models:
+            buffers = model.buffer_names or frozenset()
+            for name in model.module or {}:
+                if name in buffers or name in shapes:
+                    continue
+                if name in files:
+                    merged[name] = files[name]
+                elif name not in (self.models[0].shared_params or {}):
+                    self.problems.add(
+                        f"{self.folder.path / model.shard.name}: {name!r} has no file below "
+                        "`zero`, and nothing tells how the parts of the tensor-parallel ranks join"
+                    )
+        return merged
+
+    def _check_ranks(self) -> None:
+        """Tensor-parallel ranks must list the same tensors, and hold the same buffers."""
+        prints, first = Fingerprints(self.folder.path), self.models[0]
+        buffers = first.buffer_names or frozenset()
+        for model in self.models[1:]:
+            ours, theirs = first.module or {}, model.module or {}
+            if ours.keys() != theirs.keys():
+                self.problems.add(
+                    f"{self.folder.path / model.shard.name}: lists other tensors than "
+                    f"{first.shard.name}; this version reads universal checkpoints of tensor "
+                    "parallelism, where all ranks have the same ones"
+                )
+                continue
+            for name in sorted(buffers & ours.keys()):
+                pair = [
+                    prints.of(Source("module", s.shape, s.dtype, span=s), s.dtype)
+                    for s in (ours[name].span, theirs[name].span)
+                ]
+                if pair[0] != pair[1]:
+                    self.problems.add(
+                        f"{self.folder.path / model.shard.name}: buffer {name!r} differs from that "
+                        f"in {first.shard.name}; nothing tells which one is meant"
+                    )
+        prints.close()
+
+    def _source(self, name: str, state: ParamState, shape: tuple[int, ...] | None) -> Source | None:
+        span, path = state.span, self.folder.path / state.shard.name
+        if state.bare and shape is not None:
+            if span.num_numel != math.prod(shape) or len(span.shape) != 1:
+                self.problems.add(
+                    f"{path}: holds shape {list(span.shape)}, but param_shapes says {list(shape)}"
+                )
+                return None
+            stride = contiguous_stride(shape)
+            span = dataclasses.replace(span, shape=shape, stride=stride)
+        elif self.degree == 1 and shape is not None and span.shape != shape:
+            self.problems.add(
+                f"{path}: holds shape {list(span.shape)}, but param_shapes says {list(shape)}"
+            )
+            return None
+        return Source("fp32 partition", span.shape, span.dtype, span=span)
+
+    def _compare(self, sources: Mapping[str, Source]) -> None:
+        """Compare with the copies in ``module``, where these are whole."""
+        if self.stage == 3 or self.degree > 1:
+            return
+        module = self.model.module or {}
+        names = [n for n in sources if n in module and sources[n].num_numel]
+        prints = Fingerprints(self.folder.path)
+        wrong = []
+        for name in spread(names, _MAX_COMPARED):
+            view = module[name].span
+            theirs = Source("module", view.shape, view.dtype, span=view)
+            if prints.of(sources[name], view.dtype) != prints.of(theirs, view.dtype):
+                wrong.append(name)
+        prints.close()
+        if wrong:
+            self.problems.add(
+                f"{self.folder.path}: the masters of {len(wrong)} of {len(names)} parameters do "
+                f"not round to the values in {self.model.shard.name}, the first is {wrong[0]!r}. "
+                "ds_to_universal mixes parameters of runs with round_robin_gradients, and turns "
+                "ZenFlow's matrices; pass the ZeRO checkpoint it was made from"
+            )
+
+
+def _name_of(shard: ShardFile) -> str:
+    return shard.name.removeprefix("zero/").removesuffix("/fp32.pt")
