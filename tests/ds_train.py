@@ -7,13 +7,13 @@ RUN is ``MODEL:STAGE:DTYPE``. All runs share one start of the processes. Each le
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.comm.torch
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
@@ -170,7 +170,8 @@ def run(out: Path, name: str, stage: int, dtype: str) -> None:
 def main(out: str, *runs: str) -> None:
     """Do all runs in turn."""
     # DeepSpeed's shared-memory collectives leave their buffers in /dev/shm; gloo does without.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # (As an attribute, `deepspeed.comm.torch` is torch itself.)
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.set_num_threads(1)
     for name, stage, dtype in (text.split(":") for text in runs):
