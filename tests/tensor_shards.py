@@ -29,6 +29,7 @@ class Made:
         nest: What to make of ``module`` before it is saved.
         step: ``global_steps``.
         rank_step: Another step for one tensor rank: rank and step.
+        optim_steps: Steps each tensor rank's optimizer has taken (stages 1 and 2).
     """
 
     params: Shards
@@ -41,6 +42,7 @@ class Made:
     nest: Callable[[dict[str, Tensor]], Mapping[str, Any]] = dict
     step: int = 3
     rank_step: tuple[int, int] | None = None
+    optim_steps: Sequence[int] = ()
 
     @property
     def degree(self) -> int:
@@ -121,6 +123,9 @@ def _write_optim(
         whole = torch.cat([whole, torch.zeros(-whole.numel() % (2 * made.dp))])
         part = whole.chunk(made.dp)[dp_rank].clone()
         state = {"single_partition_of_fp32_groups": [part], "partition_count": [made.dp]}
+        if made.optim_steps:
+            step = torch.tensor(float(made.optim_steps[rank]))
+            state["base_optimizer_state"] = {"state": {0: {"step": step}}, "param_groups": []}
     state |= {"zero_stage": made.stage, "ds_version": VERSION}
     tree = {"optimizer_state_dict": state, "ds_version": VERSION}
     torch.save(tree, folder / f"zero_pp_rank_{dp_rank}_mp_rank_{rank:02d}_optim_states.pt")

@@ -117,10 +117,14 @@ def _tensor_merged(
         unused = request.merging.unused()
         return dataclasses.replace(checkpoints[0], notes=(*checkpoints[0].notes, *unused))
     ranks = [
-        TensorRank(part.model.shard.name, checkpoint, _universal_info(part))
+        TensorRank(part.model.shard.name, checkpoint, _universal_info(part), _optim_step(part))
         for part, checkpoint in zip(parts, checkpoints, strict=True)
     ]
     return merge_tensor_ranks(folder, ranks, request.merging)
+
+
+def _optim_step(part: _Part) -> int | None:
+    return next((optim.step for optim in part.optims if optim.step is not None), None)
 
 
 def _universal_info(part: _Part) -> Mapping[str, Any] | None:

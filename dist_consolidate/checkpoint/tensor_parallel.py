@@ -51,11 +51,13 @@ class TensorRank:
         file: Its model states, to name it in messages.
         checkpoint: Its part of the model.
         info: ``universal_checkpoint_info`` of its states, if there is one.
+        optim_step: Steps its optimizer has taken, where that is recorded.
     """
 
     file: str
     checkpoint: Checkpoint
     info: Mapping[str, Any] | None
+    optim_step: int | None = None
 
 
 def merge_tensor_ranks(
@@ -90,6 +92,12 @@ def _check_agreement(folder: TagFolder, ranks: Sequence[TensorRank]) -> None:
                     f"{folder.path / rank.file}: {what} is {theirs}, but {ours} in {first.file}; "
                     "the files are of different saves"
                 )
+        steps = (first.optim_step, rank.optim_step)
+        if None not in steps and steps[0] != steps[1]:
+            problems.add(
+                f"{folder.path / rank.file}: the optimizer of its tensor rank has taken {steps[1]} "
+                f"steps, but {steps[0]} that of {first.file}; the files are of different saves"
+            )
         if rank.info != first.info:
             problems.add(
                 f"{folder.path / rank.file}: records another tensor-parallel layout than "

@@ -80,8 +80,14 @@ class RecordedRules:
         self._maps = dict(zip(_compiled(maps), maps.values(), strict=True))
         megatron = any(key in info for key in _MEGATRON)
         self.is_recorded = bool(self._maps) or any(key in info for key in (*_LISTS, _PARTS))
-        self.is_autotp = self.is_recorded and not megatron
+        self.is_autotp = not megatron and (_UNSUPPORTED in info or self._names_each())
         self._is_complete = megatron or _UNSUPPORTED in info
+
+    def _names_each(self) -> bool:
+        """Whether every pattern is one name from beginning to end, as only AutoTP writes them."""
+        patterns = [p.pattern for listed in self._lists.values() for p in listed]
+        patterns += [p.pattern for listed, _ in self._parts for p in listed]
+        return bool(patterns) and all(p.startswith("^") and p.endswith("$") for p in patterns)
 
     def refusal(self, name: str) -> str | None:
         """Say why DeepSpeed itself declares a tensor's layout unknown; ``None`` if it does not."""

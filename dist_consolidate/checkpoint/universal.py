@@ -172,7 +172,7 @@ class _Universal(Assembly):
 
     def _check_ranks(self) -> None:
         """Tensor-parallel ranks must list the same tensors, and hold the same buffers."""
-        prints, first = Fingerprints(self.folder.path), self.models[0]
+        prints, first = Fingerprints(self.folder.folders), self.models[0]
         buffers = first.buffer_names or frozenset()
         for model in self.models[1:]:
             ours, theirs = first.module or {}, model.module or {}
@@ -218,7 +218,7 @@ class _Universal(Assembly):
             return
         module = self.model.module or {}
         names = [n for n in sources if n in module and sources[n].num_numel]
-        prints = Fingerprints(self.folder.path)
+        prints = Fingerprints(self.folder.folders)
         wrong = []
         for name in spread(names, _MAX_COMPARED):
             view = module[name].span

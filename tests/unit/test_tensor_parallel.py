@@ -350,6 +350,20 @@ def test_lists_of_old_autotp_settle_only_what_they_name(tmp_path):
     assert "up.weight: shards [2, 2], [2, 2]\n" in message
 
 
+@pytest.mark.parametrize("pattern", [r"^lm_head\.weight$", r"lm_head"])
+def test_only_autotp_never_pads(tmp_path, pattern):
+    """Its patterns are whole names; anybody else's vocabulary may have padded rows, to be cut."""
+    info = {
+        "parameter_with_row_parallelism_patterns": [pattern],
+        "vocabulary_parameter_patterns": [pattern],
+        "original_vocab_size": 5,
+    }
+    whole = full(6, 4)
+    got, _ = merge(tmp_path, Made({"lm_head.weight": cut(whole, 1)}, info))
+    rows = 6 if pattern.startswith("^") else 5
+    assert_same_bits(got, {"lm_head.weight": whole[:rows]})
+
+
 def test_nothing_is_guessed(tmp_path):
     shards = {"zeros": copies(torch.zeros(4, 2)), "split": cut(full(4, 2), 0)}
     made = Made(shards)
@@ -503,6 +517,14 @@ def test_a_tensor_rank_of_another_step(tmp_path):
     made = Made(megatron_model()[1], MEGATRON, rank_step=(1, 7))
     message = refusal(tmp_path, made)
     assert "mp_rank_01_model_states.pt: step is 7, but 3 in mp_rank_00_model_states.pt" in message
+
+
+def test_an_optimizer_of_another_step(tmp_path):
+    made = Made(megatron_model()[1], MEGATRON, optim_steps=(3, 4), dp=2)
+    message = refusal(tmp_path, made)
+    assert "mp_rank_01_model_states.pt: the optimizer of its tensor rank has taken 4 steps" in (
+        message
+    )
 
 
 def test_a_tensor_rank_of_another_model(tmp_path):
