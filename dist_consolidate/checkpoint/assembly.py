@@ -47,6 +47,7 @@ class Assembly:
         self.notes: list[str] = []
         self.stage = _stage(model, optims)
         self.ranks = len(optims) or 1
+        self.value_ties: dict[str, str] = {}
 
     def checkpoint(self) -> Checkpoint:
         """Locate every weight.
@@ -79,6 +80,7 @@ class Assembly:
             odd_entries=self.model.odd_entries,
             file_bytes={shard.name: shard.num_bytes for shard in self.folder.shards},
             notes=tuple(self.notes),
+            value_ties=self.value_ties,
         )
 
     def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
@@ -91,9 +93,11 @@ class Assembly:
             return zero3.build(self.model, self.optims, self.problems)
         if self.optims and self.experts is not None:
             path, problems = self.folder.path, self.problems
-            return expert_groups.build(
+            found = expert_groups.build(
                 path, self.model, self.optims, self.experts, problems, self.notes
             )
+            self.value_ties = found.alike
+            return found.groups, found.sources
         if self.optims:
             return zero12.build(self.model, self.optims, self.problems)
         return (), self._stage0()

@@ -11,6 +11,7 @@ Sources: DeepSpeed's ``utils/groups.py`` (``_create_expert_and_data_parallel``) 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def build(
     experts: Experts,
     problems: Problems,
     notes: list[str],
-) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+) -> Layout:
     """Lay out the flat groups of a model with experts.
 
     Args:
@@ -44,12 +45,13 @@ def build(
         notes: Takes what was compared, and what was not recorded.
 
     Returns:
-        The flat groups, and the source of each tensor in them, in flat order.
+        The layout; an empty one if a problem was noted.
     """
+    nothing = Layout(data_first=False, groups=(), sources={})
     optims = in_one_order(optims, problems)
     kinds = _kinds(model, optims, problems)
     if problems:
-        return (), {}
+        return nothing
     orders = [False, True] if any(1 < size < len(optims) for size in kinds) else [False]
     layouts, failures = [], {}
     for order in orders:
@@ -67,17 +69,19 @@ def build(
                 f"the sizes of the parts do not fit if {ORDERS[recorded]}, as the configuration "
                 f"says; they fit if {ORDERS[not recorded]}"
             )
-        return (), {}
+        return nothing
     with Comparison(folder, model) as comparison:
         choice = Choice(model, layouts, optims[0], comparison, problems)
         chosen = choice.layout()
         if chosen is None:
-            return (), {}
+            return nothing
         _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
         _note_rest(chosen, experts, notes)
-        if model.shared_params is None:
-            _note_alike(comparison.alike(chosen), notes)
-    return chosen.groups, chosen.sources
+        if model.shared_params is not None:
+            return chosen
+        alike = comparison.alike(chosen)
+    _note_alike(alike, notes)
+    return dataclasses.replace(chosen, alike=alike)
 
 
 def members(rank: int, size: int, world: int, data_first: bool) -> range:
@@ -238,9 +242,8 @@ def _note_compared(
 def _note_alike(alike: Mapping[str, str], notes: list[str]) -> None:
     for name, holder in alike.items():
         notes.append(
-            f"{name} has no fp32 master, but the values of {holder}, rounded; this release does "
-            f"not record ties: if they are one parameter, --tie {name}={holder} gives it the fp32 "
-            "values"
+            f"{name} was taken to be {holder}: this release records no ties and saved copies; "
+            f"{name} has no fp32 master, and every element of it is that of {holder}, rounded"
         )
 
 

@@ -139,6 +139,8 @@ class Checkpoint:
         notes: What was assumed or found, for the report.
         confirmed_ties: Pairs of alias and source, recorded or claimed, where the alias has a copy
             of its own in ``module`` that was found to hold the source's values, rounded.
+        value_ties: Alias to source where nothing but equal values, rounded, tells the tie: the file
+            has copies of all tensors and no record.
     """
 
     tag: str
@@ -157,3 +159,4 @@ class Checkpoint:
     file_bytes: dict[str, int]
     notes: tuple[str, ...]
     confirmed_ties: frozenset[tuple[str, str]] = frozenset()
+    value_ties: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -44,7 +44,7 @@ def refusal(root: Path, tag: str | None = None, kind: type = CheckpointError) ->
         ("layer_123-model_states.pt", "layer", None, 0, ""),
         ("layer_0_expert_12_mp_rank_00_model_states.pt", "expert", None, 0, ""),
         ("expert_3_mp_rank_01_model_states.pt", "expert", None, 1, ""),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "expert-optim", None, 0, ""),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "expert-optim", 0, 0, ""),
         ("mp_rank_00_model_states.pt-0.1", "foreign", None, 0, ""),
     ],
 )
