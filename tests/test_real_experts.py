@@ -133,7 +133,7 @@ def test_alike_experts_and_no_recorded_order(
     for path in folder.glob("*optim_states.pt"):
         state = torch.load(path, weights_only=False)
         for part in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
-            part.fill_(0.5)
+            part.detach().fill_(0.5)
         torch.save(state, path)
     for path in folder.glob("*_expert_*"):
         state = {key: torch.full_like(value, 0.5) for key, value in torch.load(path).items()}
