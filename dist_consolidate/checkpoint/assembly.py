@@ -7,7 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, expert_groups, expert_masters, stage0, zero3, zero12
+from dist_consolidate.checkpoint import (
+    census,
+    expert_fused,
+    expert_groups,
+    expert_masters,
+    stage0,
+    zero3,
+    zero12,
+)
 from dist_consolidate.checkpoint.expert_masters import ExpertOptimState
 from dist_consolidate.checkpoint.experts import Experts
 from dist_consolidate.checkpoint.jobs import Job, Runner
@@ -63,7 +71,7 @@ class Assembly:
         more_groups, frozen = self._frozen(len(groups))
         self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
         all_groups = (*groups, *more_groups)
-        return Checkpoint(
+        found = Checkpoint(
             tag=self.folder.tag,
             chosen=self.folder.chosen,
             stage=self.stage,
@@ -82,6 +90,7 @@ class Assembly:
             notes=tuple(self.notes),
             value_ties=self.value_ties,
         )
+        return found if self.experts is None else expert_fused.fuse(found, self.experts.fused)
 
     def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
         if self.stage == 3 and self.model.zenflow:

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dist_consolidate.checkpoint import expert_shapes
+from dist_consolidate.checkpoint import expert_fused, expert_shapes
 from dist_consolidate.checkpoint.expert_choice import ORDERS, Choice
 from dist_consolidate.checkpoint.expert_order import in_one_order
 from dist_consolidate.checkpoint.expert_values import END_NUMEL, Comparison, Layout
@@ -48,7 +48,7 @@ def build(
         The layout; an empty one if a problem was noted.
     """
     nothing = Layout(data_first=False, groups=(), sources={})
-    optims = in_one_order(optims, problems)
+    model, optims = _with_single_experts(model, in_one_order(optims, problems))
     kinds = _kinds(model, optims, problems)
     if problems:
         return nothing
@@ -77,11 +77,21 @@ def build(
             return nothing
         _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
         _note_rest(chosen, experts, notes)
-        if model.shared_params is not None:
-            return chosen
         alike = comparison.alike(chosen)
     _note_alike(alike, notes)
     return dataclasses.replace(chosen, alike=alike)
+
+
+def _with_single_experts(
+    model: ModelState, optims: Sequence[OptimState]
+) -> tuple[ModelState, Sequence[OptimState]]:
+    """Take AutoEP's fused tensors apart, in the shapes and in the paddings."""
+    shapes = model.param_shapes
+    if not any(expert_fused.is_fused(name) for group in shapes or () for name in group):
+        return model, optims
+    apart, gaps = expert_fused.single(shapes, optims[0].alignment_paddings)
+    first = dataclasses.replace(optims[0], alignment_paddings=gaps)
+    return dataclasses.replace(model, param_shapes=apart), [first, *optims[1:]]
 
 
 def members(rank: int, size: int, world: int, data_first: bool) -> range:
@@ -242,8 +252,8 @@ def _note_compared(
 def _note_alike(alike: Mapping[str, str], notes: list[str]) -> None:
     for name, holder in alike.items():
         notes.append(
-            f"{name} was taken to be {holder}: this release records no ties and saved copies; "
-            f"{name} has no fp32 master, and every element of it is that of {holder}, rounded"
+            f"{name} was taken to be {holder}, though no tie is recorded and it was saved as a "
+            f"copy: it has no fp32 master, and every element of it is that of {holder}, rounded"
         )
 
 

@@ -94,7 +94,8 @@ class Comparison:
     def alike(self, layout: Layout) -> dict[str, str]:
         """Find matrices without an fp32 master, every element of which is another's, rounded.
 
-        Those whose first and last elements are the same are left out: constants tell nothing.
+        Those whose first and last elements are the same are left out (constants tell nothing), and
+        those that lose nothing by rounding, for which it makes no difference.
 
         Args:
             layout: Where the fp32 values lie.
@@ -115,13 +116,14 @@ class Comparison:
                 and self._equal(layout.sources[other], entry, prints, whole=False)
                 and self._equal(layout.sources[other], entry, prints, whole=True)
             ]
-            if len(same) == 1:
+            if len(same) == 1 and self._loses(entry, layout.sources[same[0]], prints):
                 found[name] = same[0]
         prints.close()
         return found
 
     def _without_master(self, layout: Layout) -> Iterator[tuple[str, ModuleEntry]]:
         held = {*layout.sources, *(self._model.frozen or ()), *(self._model.buffer_names or ())}
+        held |= {*(self._model.shared_params or ())}
         for name, entry in (self._model.module or {}).items():
             span = entry.span
             matrix = span.num_numel > 1 and len(span.shape) > 1 and span.is_contiguous
@@ -166,6 +168,10 @@ class Comparison:
         copy = Source("module", entry.span.shape, dtype, span=entry.span)
         pairs = [(source, copy)] if whole else zip(_ends(source), _ends(copy), strict=True)
         return all(prints.of(one, dtype) == self._copies.of(other, dtype) for one, other in pairs)
+
+    def _loses(self, entry: ModuleEntry, source: Source, prints: Fingerprints) -> bool:
+        copy = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+        return prints.of(source, source.dtype) != self._copies.of(copy, source.dtype)
 
     def _is_seen(self, name: str, layout: Layout) -> bool:
         slot, entry = layout.sources[name].slot, (self._model.module or {}).get(name)
