@@ -18,19 +18,21 @@ NAMES = [f"w2-{run}" for run in TWO_RANKS] + [f"w4-{run}" for run in FOUR_RANKS]
 
 
 @pytest.fixture(scope="module")
-def all_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainedExperts]:
-    folder = tmp_path_factory.mktemp("autoep")
-    two = train_experts(folder / "w2", TWO_RANKS, world=2)
-    four = train_experts(folder / "w4", FOUR_RANKS, world=4)
-    named = {f"w2-{name}": trained for name, trained in two.items()}
-    return named | {f"w4-{name}": trained for name, trained in four.items()}
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainedExperts]:
+    folder = tmp_path_factory.mktemp("w2")
+    return train_experts(folder, TWO_RANKS, world=2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainedExperts]:
+    folder = tmp_path_factory.mktemp("w4")
+    return train_experts(folder, FOUR_RANKS, world=4)
 
 
 @pytest.fixture
-def trained(
-    all_trained: dict[str, TrainedExperts], request: pytest.FixtureRequest
-) -> TrainedExperts:
-    return all_trained[request.param]
+def trained(request: pytest.FixtureRequest) -> TrainedExperts:
+    world, _, run = request.param.partition("-")
+    return request.getfixturevalue({"w2": "two_ranks", "w4": "four_ranks"}[world])[run]
 
 
 @pytest.mark.parametrize("trained", NAMES, indirect=True)
