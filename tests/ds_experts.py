@@ -10,6 +10,7 @@ ranks, under the experts' global numbers.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -19,13 +20,13 @@ from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
-import deepspeed.comm.torch
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
 WIDTH, STEPS = 12, 3
+FUSED = re.compile(r".*\.experts\.w[123]")
 LOCAL = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
 
@@ -97,6 +98,24 @@ def frozen() -> nn.Module:
     return net
 
 
+def mixtral() -> nn.Module:
+    """Mixtral, whose experts DeepSpeed fuses itself (AutoEP)."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.utils import output_capturing
+
+    registry = output_capturing._CanRecordRegistry
+    if registry.get.__code__.co_argcount == 2:
+        # DeepSpeed 0.19.8 asks this registry for a default, which transformers 5 does not take.
+        get = registry.get
+        registry.get = lambda self, key, default=None: get(self, key)
+    config = MixtralConfig(
+        vocab_size=31, hidden_size=WIDTH, intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=32, attn_implementation="eager",
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ep1": lambda: Net(experts(2, 1)),
     "ep2": lambda: Net(experts(4, 2), experts(2, 2, 5)),
@@ -106,10 +125,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "residual": lambda: Net(experts(4, 2, residual=True, buffer=True), tie=True),
     "tied": lambda: Net(experts(4, 2, make=TiedExpert)),
     "frozen": frozen,
+    "auto1": mixtral,
+    "auto2": mixtral,
+    "auto4": mixtral,
 }
 
 
-def engine_config(stage: int, dtype: str, options: list[str]) -> dict[str, Any]:
+def engine_config(name: str, stage: int, dtype: str, options: list[str]) -> dict[str, Any]:
     """DeepSpeed's configuration."""
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": False}
     zero |= {"elastic_checkpoint": True} if "elastic" in options else {}
@@ -122,6 +144,9 @@ def engine_config(stage: int, dtype: str, options: list[str]) -> dict[str, Any]:
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 4},
     }
+    if name.startswith("auto"):
+        size, preset = int(name[4:]), {"preset_model": "mixtral", "use_grouped_mm": False}
+        config["expert_parallel"] = {"enabled": True, "autoep_size": size, **preset}
     if stage and dtype == "bf16":
         config["data_types"] = {"grad_accum_dtype": "bf16"}
     return config | ({"use_data_before_expert_parallelism": True} if "before" in options else {})
@@ -164,6 +189,10 @@ def live_truth(engine: Any, stage: int) -> dict[str, Any]:
         values[name] = masters.get(id(param), values[name]).float()
         names.setdefault(id(param), []).append(global_name(name, starts))
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    for name in [name for name in values if FUSED.fullmatch(name)]:
+        rows = values.pop(name)
+        first = groups._get_expert_parallel_rank(groups._get_max_expert_size_name()) * len(rows)
+        values |= {f"{name}.{first + index}": row for index, row in enumerate(rows)}
     return {
         "fp32": {
             global_name(name, starts): value.float().clone() for name, value in values.items()
@@ -202,8 +231,13 @@ def train(engine: Any, dtype: str) -> None:
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for _ in range(STEPS):
         rows = torch.randn(2, 6, WIDTH, generator=generator).to(kind)
-        engine.backward(engine(rows).float().pow(2).mean())
-        engine.step()
+        tokens = torch.randint(0, 31, (2, 8), generator=generator)
+        if hasattr(engine.module, "lm_head"):
+            engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        else:
+            engine.backward(engine(rows).float().pow(2).mean())
+        with torch.no_grad():  # older releases gather into views, which today's torch minds
+            engine.step()
 
 
 def param_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -232,8 +266,8 @@ def run(out: Path, text: str) -> None:
         wanted.sort(key=lambda group: -int(group["name"][8:]) if group.get("moe") else -99)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=wanted,
-        config=engine_config(int(stage), dtype, options),
+        model_parameters=list(model.parameters()) if name.startswith("auto") else wanted,
+        config=engine_config(name, int(stage), dtype, options),
     )
     train(engine, dtype)
     engine.save_checkpoint(str(folder / "ckpt"))
@@ -254,15 +288,20 @@ def merged(text: str, truths: list[dict[str, Any]]) -> dict[str, Any]:
                 raise RuntimeError(f"{text}: the ranks disagree about {key}")
         for what in ("ties", "frozen", "buffers"):
             whole[what] += [item for item in truth[what] if item not in whole[what]]
+    fused: dict[str, dict[int, Tensor]] = {}
+    for key in [key for key in whole["fp32"] if FUSED.fullmatch(key.rpartition(".")[0])]:
+        name, _, number = key.rpartition(".")
+        fused.setdefault(name, {})[int(number)] = whole["fp32"].pop(key)
+    stacked = {name: [rows[number] for number in sorted(rows)] for name, rows in fused.items()}
+    whole["fp32"] |= {name: torch.stack(rows) for name, rows in stacked.items()}
     return whole
 
 
 def main(out: str, *runs: str) -> None:
     """Do all runs in turn."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if hasattr(deepspeed.comm.torch, "build_shm_op"):
-        # DeepSpeed's shared-memory collectives leave their buffers in /dev/shm; gloo does without.
-        deepspeed.comm.torch.build_shm_op = lambda: None
+    # DeepSpeed's shared-memory collectives leave their buffers in /dev/shm; gloo does without.
+    vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.set_num_threads(1)
     for text in runs:

@@ -149,6 +149,13 @@ def test_empty_optimizer_states_of_experts_do_not_matter(ckpt: Path, tmp_path: P
     assert_same_bits(load_output(tmp_path / "out"), expected_fp32(CASES[BASE]))
 
 
+def test_a_file_of_something_else(ckpt: Path) -> None:
+    torch.save({"block.experts.w1.0": torch.ones(2, 2)}, ckpt / EXPERT.format(0, 0))
+    message = refusal(ckpt)
+    assert "the files layer_0_* hold experts of 2 layers, 'block', 'moe_1'" in message
+    assert "experts 0 of 'moe_1' are in no file" in message
+
+
 def edit_model(ckpt: Path, **changes: object) -> None:
     path = ckpt / "mp_rank_00_model_states.pt"
     state = torch.load(path, weights_only=False)
@@ -191,12 +198,28 @@ def test_slices_in_a_wrong_order_are_refused(ckpt: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda ckpt: edit_model(ckpt, ds_autoep_layers=[{"ep_size": 2}]), "AutoEP"),
         (
-            lambda ckpt: torch.save(
-                {"block.experts.w1.0": torch.ones(2, 2)}, ckpt / EXPERT.format(0, 0)
+            lambda ckpt: edit_model(
+                ckpt, ds_autoep_layers=[{"checkpoint_format": "zero3_partitioned"}]
             ),
-            "AutoEP",
+            "its experts are saved as zero3_partitioned",
+        ),
+        (
+            lambda ckpt: edit_model(
+                ckpt,
+                ds_autoep_layers=[
+                    {
+                        "num_experts": 4,
+                        "expert_placement": {
+                            "ranks": [
+                                {"rank": 0, "experts": [0, 1, 2]},
+                                {"rank": 1, "experts": [3]},
+                            ]
+                        },
+                    }
+                ],
+            ),
+            "placed unevenly",
         ),
         (
             lambda ckpt: edit_model(

@@ -50,25 +50,29 @@ TIED = [name for name in NAMES if "tied" in name or "residual" in name]
 
 
 @pytest.fixture(scope="module")
-def all_trained(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, TrainedExperts]:
-    folder = tmp_path_factory.mktemp("experts")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainedExperts]:
+    folder = tmp_path_factory.mktemp("w2")
     with pytest.MonkeyPatch.context() as patch:
         # DeepSpeed goes through a set of names; with another order on each rank, its collectives
         # may wait for each other. The run with `shuffle` brings that order about on purpose.
         patch.setenv("PYTHONHASHSEED", "0")
-        two = train_experts(folder / "w2", TWO_RANKS, world=2)
-        four = train_experts(folder / "w4", FOUR_RANKS, world=4)
-    named = {f"w2-{name}": trained for name, trained in two.items()}
-    return named | {f"w4-{name}": trained for name, trained in four.items()}
+        return train_experts(folder, TWO_RANKS, world=2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainedExperts]:
+    folder = tmp_path_factory.mktemp("w4")
+    with pytest.MonkeyPatch.context() as patch:
+        # DeepSpeed goes through a set of names; with another order on each rank, its collectives
+        # may wait for each other. The run with `shuffle` brings that order about on purpose.
+        patch.setenv("PYTHONHASHSEED", "0")
+        return train_experts(folder, FOUR_RANKS, world=4)
 
 
 @pytest.fixture
-def trained(
-    all_trained: dict[str, TrainedExperts], request: pytest.FixtureRequest
-) -> TrainedExperts:
-    return all_trained[request.param]
+def trained(request: pytest.FixtureRequest) -> TrainedExperts:
+    world, _, run = request.param.partition("-")
+    return request.getfixturevalue({"w2": "two_ranks", "w4": "four_ranks"}[world])[run]
 
 
 @pytest.mark.parametrize("trained", NAMES, indirect=True)
@@ -102,10 +106,10 @@ def test_ties_inside_every_expert_are_known(trained: TrainedExperts) -> None:
 
 @pytest.mark.parametrize("order", ["ep2:2:bf16", "ep2:2:bf16:before"])
 def test_without_a_recorded_order_the_values_decide(
-    all_trained: dict[str, TrainedExperts], order: str, tmp_path: Path
+    four_ranks: dict[str, TrainedExperts], order: str, tmp_path: Path
 ) -> None:
     """A run that was given the path of its configuration records the path and no more."""
-    trained = all_trained[f"w4-{order}"]
+    trained = four_ranks[order]
     copy = _with_config(trained, tmp_path / "ckpt", "ds_config.json")
     consolidate(copy, tmp_path / "out")
     assert_same_bits(load_output(tmp_path / "out"), trained.fp32)
@@ -113,9 +117,9 @@ def test_without_a_recorded_order_the_values_decide(
 
 @pytest.mark.parametrize(("order", "says"), [("ep2:2:bf16", True), ("ep2:2:bf16:before", False)])
 def test_a_recorded_order_that_the_values_contradict_is_refused(
-    all_trained: dict[str, TrainedExperts], order: str, says: bool, tmp_path: Path
+    four_ranks: dict[str, TrainedExperts], order: str, says: bool, tmp_path: Path
 ) -> None:
-    trained = all_trained[f"w4-{order}"]
+    trained = four_ranks[order]
     config = {"use_data_before_expert_parallelism": says}
     copy = _with_config(trained, tmp_path / "ckpt", config)
     with pytest.raises(CheckpointError, match="as the configuration says; they fit if neighb"):
@@ -124,16 +128,16 @@ def test_a_recorded_order_that_the_values_contradict_is_refused(
 
 
 def test_alike_experts_and_no_recorded_order(
-    all_trained: dict[str, TrainedExperts], tmp_path: Path
+    four_ranks: dict[str, TrainedExperts], tmp_path: Path
 ) -> None:
     """Nothing tells the ranks apart where all of them hold the same; then it does not matter."""
-    trained = all_trained["w4-ep2:2:bf16"]
+    trained = four_ranks["ep2:2:bf16"]
     copy = _with_config(trained, tmp_path / "ckpt", "ds_config.json")
     folder = copy / "global_step3"
     for path in folder.glob("*optim_states.pt"):
         state = torch.load(path, weights_only=False)
         for part in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
-            part.fill_(0.5)
+            part.detach().fill_(0.5)
         torch.save(state, path)
     for path in folder.glob("*_expert_*"):
         state = {key: torch.full_like(value, 0.5) for key, value in torch.load(path).items()}

@@ -9,6 +9,7 @@ from typing import Literal
 
 from dist_consolidate.checkpoint import (
     census,
+    expert_fused,
     expert_groups,
     expert_masters,
     sixteen_bit,
@@ -59,6 +60,7 @@ class Assembly:
         self.notes: list[str] = []
         self.stage = _stage(model, optims)
         self.ranks = len(optims) or 1
+        self.value_ties: dict[str, str] = {}
 
     def checkpoint(self) -> Checkpoint:
         """Locate every weight.
@@ -77,7 +79,7 @@ class Assembly:
         # ZenFlow's masters may lag the weights; what it needs is compared in `testimony`.
         if self.stage in (1, 2) and not self.model.zenflow:
             self._hear_witness(groups, partitions)
-        return Checkpoint(
+        found = Checkpoint(
             tag=self.folder.tag,
             chosen=self.folder.chosen,
             stage=self.stage,
@@ -94,7 +96,9 @@ class Assembly:
             odd_entries=self.model.odd_entries,
             file_bytes={shard.name: shard.num_bytes for shard in self.folder.shards},
             notes=tuple(self.notes),
+            value_ties=self.value_ties,
         )
+        return found if self.experts is None else expert_fused.fuse(found, self.experts.fused)
 
     def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
         if self.stage == 3 and self.model.zenflow:
@@ -107,9 +111,11 @@ class Assembly:
             return zero3.build(self.model, optims, self.problems)
         if self.optims and self.experts is not None:
             folders, problems = self.folder.folders, self.problems
-            return expert_groups.build(
+            found = expert_groups.build(
                 folders, self.model, self.optims, self.experts, problems, self.notes
             )
+            self.value_ties = found.alike
+            return found.groups, found.sources
         if self.optims:
             return self._zero12()
         return (), self._stage0()

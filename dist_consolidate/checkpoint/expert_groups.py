@@ -11,10 +11,11 @@ Sources: DeepSpeed's ``utils/groups.py`` (``_create_expert_and_data_parallel``) 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dist_consolidate.checkpoint import expert_shapes
+from dist_consolidate.checkpoint import expert_fused, expert_shapes
 from dist_consolidate.checkpoint.expert_choice import ORDERS, Choice
 from dist_consolidate.checkpoint.expert_order import in_one_order
 from dist_consolidate.checkpoint.expert_values import END_NUMEL, Comparison, Layout
@@ -32,7 +33,7 @@ def build(
     experts: Experts,
     problems: Problems,
     notes: list[str],
-) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+) -> Layout:
     """Lay out the flat groups of a model with experts.
 
     Args:
@@ -44,12 +45,13 @@ def build(
         notes: Takes what was compared, and what was not recorded.
 
     Returns:
-        The flat groups, and the source of each tensor in them, in flat order.
+        The layout; an empty one if a problem was noted.
     """
-    optims = in_one_order(optims, problems)
+    nothing = Layout(data_first=False, groups=(), sources={})
+    model, optims = _with_single_experts(model, in_one_order(optims, problems))
     kinds = _kinds(model, optims, problems)
     if problems:
-        return (), {}
+        return nothing
     orders = [False, True] if any(1 < size < len(optims) for size in kinds) else [False]
     layouts, failures = [], {}
     for order in orders:
@@ -67,17 +69,29 @@ def build(
                 f"the sizes of the parts do not fit if {ORDERS[recorded]}, as the configuration "
                 f"says; they fit if {ORDERS[not recorded]}"
             )
-        return (), {}
+        return nothing
     with Comparison(folder, model) as comparison:
         choice = Choice(model, layouts, optims[0], comparison, problems)
         chosen = choice.layout()
         if chosen is None:
-            return (), {}
+            return nothing
         _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
         _note_rest(chosen, experts, notes)
-        if model.shared_params is None:
-            _note_alike(comparison.alike(chosen), notes)
-    return chosen.groups, chosen.sources
+        alike = comparison.alike(chosen)
+    _note_alike(alike, notes)
+    return dataclasses.replace(chosen, alike=alike)
+
+
+def _with_single_experts(
+    model: ModelState, optims: Sequence[OptimState]
+) -> tuple[ModelState, Sequence[OptimState]]:
+    """Take AutoEP's fused tensors apart, in the shapes and in the paddings."""
+    shapes = model.param_shapes
+    if not any(expert_fused.is_fused(name) for group in shapes or () for name in group):
+        return model, optims
+    apart, gaps = expert_fused.single(shapes, optims[0].alignment_paddings)
+    first = dataclasses.replace(optims[0], alignment_paddings=gaps)
+    return dataclasses.replace(model, param_shapes=apart), [first, *optims[1:]]
 
 
 def members(rank: int, size: int, world: int, data_first: bool) -> range:
@@ -238,9 +252,8 @@ def _note_compared(
 def _note_alike(alike: Mapping[str, str], notes: list[str]) -> None:
     for name, holder in alike.items():
         notes.append(
-            f"{name} has no fp32 master, but the values of {holder}, rounded; this release does "
-            f"not record ties: if they are one parameter, --tie {name}={holder} gives it the fp32 "
-            "values"
+            f"{name} was taken to be {holder}, though no tie is recorded and it was saved as a "
+            f"copy: it has no fp32 master, and every element of it is that of {holder}, rounded"
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint import stage0
+from dist_consolidate.checkpoint.expert_fused import apart
 from dist_consolidate.checkpoint.expert_states import group_sizes
 from dist_consolidate.checkpoint.experts import Experts, parse
 from dist_consolidate.checkpoint.extents import TensorSpan
@@ -147,6 +148,11 @@ def _part(
     names = [n for n in module if n in held or (is_first and n not in experts.entries)]
     kinds = state.sizes or ()
     groups = state.masters or ()
+    if experts.fused and len(kinds) == len(groups):
+        groups = tuple(
+            tuple(one for span in group for one in apart(span)) if kind != 0 else group
+            for group, kind in zip(groups, kinds, strict=True)
+        )
     marked = len(kinds) == len(groups)
     return dataclasses.replace(
         model,

@@ -12,12 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dist_consolidate.checkpoint.expert_fused import odd_placement
 from dist_consolidate.checkpoint.unpickle import Inert
 
 _SIZE = re.compile(r"ep_size_(\d+)")
-# Keys that only AutoEP (experts fused by DeepSpeed itself) writes.
-_AUTO_KEYS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
-
 Slices = dict[str, tuple[int, int]]
 
 
@@ -29,7 +27,7 @@ class ExpertFacts:
         sizes: For each param group the ranks that share out its experts; 0 for a group of no
             experts, ``None`` where a group of experts names no number.
         num_experts: Experts of each MoE layer.
-        is_auto: Whether DeepSpeed itself made the experts of a model's own (AutoEP).
+        odd_auto: What is not as usual about experts that DeepSpeed itself made (AutoEP).
         data_first: Whether neighbouring ranks hold the same experts, rather than different ones.
         slices: For each param group the parameters in this rank's part: first element in the part
             and number of elements.
@@ -37,7 +35,7 @@ class ExpertFacts:
 
     sizes: tuple[int | None, ...] | None = None
     num_experts: tuple[int, ...] | None = None
-    is_auto: bool = False
+    odd_auto: str | None = None
     data_first: bool | None = None
     slices: tuple[Slices, ...] | None = None
 
@@ -59,7 +57,9 @@ def facts_of_optim(tree: Mapping[str, Any], state: Mapping[str, Any]) -> ExpertF
     """
     return ExpertFacts(
         sizes=group_sizes(state.get("base_optimizer_state")),
-        is_auto=_is_auto(tree) or _is_auto(state),
+        odd_auto="its experts are partitioned over replicas (ds_zero_partition_groups)"
+        if "ds_zero_partition_groups" in state
+        else None,
         data_first=_data_first(tree.get("ds_config")),
         slices=_slices(state.get("param_slice_mappings")),
     )
@@ -76,12 +76,13 @@ def facts_of_model(tree: Mapping[str, Any]) -> ExpertFacts:
     """
     # A single number (0.5) may as well be something the user saved.
     counts = tree.get("num_experts")
+    layers = tree.get("ds_autoep_layers") or tree.get("autoep_layers")
     good = isinstance(counts, list | tuple) and all(
         type(count) is int and count > 0 for count in counts
     )
     return ExpertFacts(
         num_experts=tuple(counts) if good and counts else None,
-        is_auto=_is_auto(tree),
+        odd_auto=odd_placement(layers) if layers else None,
         data_first=_data_first(tree.get("ds_config")),
     )
 
@@ -106,10 +107,6 @@ def _size(group: Any) -> int | None:  # noqa: ANN401 - as pickled
         return 0
     match = _SIZE.fullmatch(str(group.get("name")))
     return int(match[1]) if match else None
-
-
-def _is_auto(tree: Mapping[str, Any]) -> bool:
-    return any(tree.get(key) for key in _AUTO_KEYS)
 
 
 def _data_first(config: Any) -> bool | None:  # noqa: ANN401 - a dict, or where it was read from

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -12,7 +12,6 @@ from dist_consolidate.checkpoint.layout import is_seen
 from dist_consolidate.checkpoint.model import FlatGroup, Source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
-from dist_consolidate.dtypes import DType
 
 # Elements at each end of a tensor that are compared.
 END_NUMEL = 512
@@ -26,11 +25,13 @@ class Layout:
         data_first: The order: whether neighbouring ranks hold the same experts.
         groups: The flat groups.
         sources: The source of each tensor, in flat order.
+        alike: Tensors that nothing but their values tells to be another's second name.
     """
 
     data_first: bool
     groups: tuple[FlatGroup, ...]
     sources: dict[str, Source]
+    alike: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Comparison:
@@ -92,7 +93,10 @@ class Comparison:
         return [name for name in names if not self._is_seen(name, layout)]
 
     def alike(self, layout: Layout) -> dict[str, str]:
-        """Find tensors without an fp32 master whose values are another's, rounded, at the ends.
+        """Find matrices without an fp32 master, every element of which is another's, rounded.
+
+        Those whose first and last elements are the same are left out (constants tell nothing), and
+        those that lose nothing by rounding, for which it makes no difference.
 
         Args:
             layout: Where the fp32 values lie.
@@ -100,25 +104,39 @@ class Comparison:
         Returns:
             The name with the master, by the name without one; where there is exactly one.
         """
-        module, found = self._model.module or {}, {}
-        left_out = {*layout.sources, *(self._model.frozen or ())}
+        found: dict[str, str] = {}
         by_shape: dict[tuple[int, ...], list[str]] = {}
         for name, source in layout.sources.items():
             by_shape.setdefault(source.shape, []).append(name)
         prints = Fingerprints(self._folder, layout.groups)
-        for name, entry in module.items():
-            if name in left_out or len(entry.span.shape) < 2 or not entry.span.is_contiguous:
-                continue
+        for name, entry in self._without_master(layout):
             same = [
                 other
                 for other in by_shape.get(entry.span.shape, ())
                 if self._is_seen(other, layout)
                 and self._equal(layout.sources[other], entry, prints, whole=False)
+                and self._equal(layout.sources[other], entry, prints, whole=True)
             ]
-            if len(same) == 1:
+            if len(same) == 1 and self._loses(entry, layout.sources[same[0]], prints):
                 found[name] = same[0]
         prints.close()
         return found
+
+    def _without_master(self, layout: Layout) -> Iterator[tuple[str, ModuleEntry]]:
+        held = {*layout.sources, *(self._model.frozen or ()), *(self._model.buffer_names or ())}
+        held |= {*(self._model.shared_params or ())}
+        for name, entry in (self._model.module or {}).items():
+            span = entry.span
+            matrix = span.num_numel > 1 and len(span.shape) > 1 and span.is_contiguous
+            seen = (self._folder / span.file).is_file()
+            if name in held or not (matrix and span.dtype.is_floating and seen):
+                continue
+            num_numel = min(END_NUMEL, span.num_numel // 2)
+            source = Source("module", span.shape, span.dtype, span=span)
+            first = _piece(source, 0, num_numel)
+            last = _piece(source, span.num_numel - num_numel, num_numel)
+            if self._copies.of(first, span.dtype) != self._copies.of(last, span.dtype):
+                yield name, entry
 
     def same(self, layouts: Sequence[Layout], names: Sequence[str]) -> bool:
         """Tell whether layouts give the same bits.
@@ -152,6 +170,10 @@ class Comparison:
         pairs = [(source, copy)] if whole else zip(_ends(source), _ends(copy), strict=True)
         return all(prints.of(one, dtype) == self._copies.of(other, dtype) for one, other in pairs)
 
+    def _loses(self, entry: ModuleEntry, source: Source, prints: Fingerprints) -> bool:
+        copy = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+        return prints.of(source, source.dtype) != self._copies.of(copy, source.dtype)
+
     def _is_seen(self, name: str, layout: Layout) -> bool:
         slot, entry = layout.sources[name].slot, (self._model.module or {}).get(name)
         files = {part.file for part in layout.groups[slot.group].parts} if slot else set()
@@ -166,18 +188,14 @@ def _ends(source: Source) -> list[Source]:
     total = source.num_numel
     if total <= 2 * END_NUMEL:
         return [source]
-    return [_piece(source, 0), _piece(source, total - END_NUMEL)]
+    return [_piece(source, 0, END_NUMEL), _piece(source, total - END_NUMEL, END_NUMEL)]
 
 
-def _piece(source: Source, start_numel: int) -> Source:
-    shape, slot, span = (END_NUMEL,), source.slot, source.span
+def _piece(source: Source, start_numel: int, num_numel: int) -> Source:
+    slot, span = source.slot, source.span
     if slot is not None:
         slot = dataclasses.replace(slot, offset_numel=slot.offset_numel + start_numel)
     if span is not None:
-        span = _part(span, start_numel, source.dtype)
-    return Source(source.origin, shape, source.dtype, slot, span)
-
-
-def _part(span: TensorSpan, start_numel: int, dtype: DType) -> TensorSpan:
-    offset = span.offset_bytes + start_numel * dtype.itemsize_bytes
-    return TensorSpan(span.file, offset, dtype, (END_NUMEL,), (1,))
+        offset = span.offset_bytes + start_numel * span.dtype.itemsize_bytes
+        span = TensorSpan(span.file, offset, span.dtype, (num_numel,), (1,))
+    return Source(source.origin, (num_numel,), source.dtype, slot, span)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from dist_consolidate.checkpoint.expert_fused import is_fused
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.parallel import Grid
 from dist_consolidate.checkpoint.states import (
@@ -27,7 +28,7 @@ from dist_consolidate.checkpoint.states import (
 from dist_consolidate.errors import Problems, UnsupportedLayoutError
 
 _NAME = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)", re.DOTALL)
-_FUSED = re.compile(r"(^|\.)experts\.w[123]\.\d+$")
+_FUSED = re.compile(r"\.?(|.*\.)experts\.(w[123])\.(\d+)", re.DOTALL)
 _T = TypeVar("_T")
 
 
@@ -39,15 +40,24 @@ class ExpertName:
         layer: Name of the MoE layer, with the dot that follows it.
         number: Which expert: of the whole layer, or of one rank.
         inner: Name inside the expert.
+        is_fused: Whether DeepSpeed keeps it in one tensor with the other experts' (AutoEP).
     """
 
     layer: str
     number: int
     inner: str
+    is_fused: bool = False
 
     def __str__(self) -> str:
         """The name as DeepSpeed writes it."""
+        if self.is_fused:
+            return f"{self.fused}.{self.number}"
         return f"{self.layer}deepspeed_moe.experts.deepspeed_experts.{self.number}.{self.inner}"
+
+    @property
+    def fused(self) -> str:
+        """Name of the tensor of all experts."""
+        return f"{self.layer}experts.{self.inner}"
 
     def numbered(self, number: int) -> ExpertName:
         """Give the same tensor of another expert."""
@@ -57,7 +67,10 @@ class ExpertName:
 def parse(name: str) -> ExpertName | None:
     """Take a name apart; ``None`` if it is no expert's."""
     match = _NAME.fullmatch(name)
-    return ExpertName(match[1], int(match[2]), match[3]) if match else None
+    if match:
+        return ExpertName(match[1], int(match[2]), match[3])
+    match = _FUSED.fullmatch(name)
+    return ExpertName(match[1], int(match[3]), match[2], is_fused=True) if match else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +87,16 @@ class Experts:
     num_by_layer: dict[str, int]
     odd_entries: dict[str, str]
 
+    @property
+    def fused(self) -> dict[str, list[str]]:
+        """For each fused tensor the names of its experts, in order."""
+        numbered: dict[str, dict[int, str]] = {}
+        for text in self.entries:
+            name = parse(text)
+            if name is not None and name.is_fused:
+                numbered.setdefault(name.fused, {})[name.number] = text
+        return {whole: [parts[n] for n in sorted(parts)] for whole, parts in numbered.items()}
+
 
 def gather(
     folder: TagFolder, model: ModelState, states: Sequence[TensorsState], problems: Problems
@@ -88,11 +111,7 @@ def gather(
 
     Returns:
         The experts; complete if no problem was noted.
-
-    Raises:
-        UnsupportedLayoutError: If the files are AutoEP's.
     """
-    _refuse_fused(folder.path, states)
     _Census(folder, model, problems).check()
     contents = _Contents(folder.path, problems)
     for state in states:
@@ -113,10 +132,15 @@ def refuse_kinds(
         grid: Pipeline stages and tensor-parallel ranks.
 
     Raises:
-        UnsupportedLayoutError: For AutoEP, ZeRO-3, and experts beside model parallelism.
+        UnsupportedLayoutError: For AutoEP of odd placements, ZeRO-3, and model parallelism.
     """
-    if model.experts.is_auto or any(optim.experts.is_auto for optim in optims):
-        raise _auto(folder.path, "ds_autoep_layers is recorded")
+    facts = [model.experts, *(optim.experts for optim in optims)]
+    odd = next((fact.odd_auto for fact in facts if fact.odd_auto), None)
+    if odd:
+        raise UnsupportedLayoutError(
+            f"{folder.path}: is an AutoEP checkpoint, and {odd}; this version reads AutoEP under "
+            "stages 0 to 2, where every rank holds the next so many experts"
+        )
     if any(optim.striped for optim in optims):
         raise UnsupportedLayoutError(
             f"{folder.path}: has experts (MoE) under ZeRO-3, which DeepSpeed itself does not "
@@ -128,19 +152,6 @@ def refuse_kinds(
             f"{grid.tensor_degree} tensor-parallel ranks; this version reads experts under plain "
             "data parallelism only"
         )
-
-
-def _refuse_fused(path: Path, states: Sequence[TensorsState]) -> None:
-    for state in states:
-        if any(_FUSED.search(name) for name in state.entries):
-            raise _auto(path, state.shard.name)
-
-
-def _auto(path: Path, found: str) -> UnsupportedLayoutError:
-    return UnsupportedLayoutError(
-        f"{path}: is an AutoEP checkpoint ({found}): its experts are fused tensors spread by a "
-        "placement of their own; this version reads the experts of deepspeed.moe layers only"
-    )
 
 
 def with_experts(model: ModelState, experts: Experts) -> ModelState:
@@ -262,7 +273,8 @@ class _Contents:
                 self.layers.setdefault(name.layer, collections.Counter())[state.shard.layer] += 1
 
     def check(self) -> None:
-        """Note experts of a layer that differ, and files that belong to another layer."""
+        """Note experts of a layer that differ or lack, and files of another layer."""
+        self._check_numbers()
         for layer, experts in self.inner.items():
             numbers = self.layers.get(layer)
             if numbers and len(numbers) > 1:
@@ -282,6 +294,26 @@ class _Contents:
                         "is missing, surplus or of another shape"
                     )
 
+    def _check_numbers(self) -> None:
+        """A number in file names stands for one layer, which has its experts without a gap."""
+        names: dict[int, list[str]] = {}
+        for layer, numbers in self.layers.items():
+            for number in numbers:
+                names.setdefault(number, []).append(layer.rstrip("."))
+        for number, layers in names.items():
+            if len(layers) > 1:
+                self.problems.add(
+                    f"{self.path}: the files layer_{number}_* hold experts of {len(layers)} "
+                    f"layers, {', '.join(map(repr, layers))}; some are of something else"
+                )
+        for layer, experts in self.inner.items():
+            gaps = sorted(set(range(max(experts) + 1)) - set(experts))
+            if gaps:
+                self.problems.add(
+                    f"{self.path}: experts {', '.join(map(str, gaps))} of {layer.rstrip('.')!r} "
+                    "are in no file that could be read"
+                )
+
     def num_by_layer(self) -> dict[str, int]:
         return {layer: max(experts) + 1 for layer, experts in self.inner.items()}
 
@@ -300,7 +332,7 @@ class _Spread:
         """Spread names; those of no expert stay as they are."""
         spread: dict[str, None] = {}
         for text in names:
-            name = parse(text)
+            name = parse(f"{text}.0" if is_fused(text) else text)
             for number in range(self.experts.num_by_layer.get(name.layer, 0)) if name else ():
                 assert name is not None
                 spread[str(name.numbered(number))] = None

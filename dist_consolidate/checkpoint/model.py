@@ -159,6 +159,8 @@ class Checkpoint:
         confirmed_ties: Pairs of alias and source, recorded or claimed, where the alias has a copy
             of its own in ``module`` that was found to hold the source's values, rounded.
         optimizer: The optimizer's states, where they were asked for.
+        value_ties: Alias to source where nothing but equal values, rounded, tells the tie: the file
+            has copies of all tensors and no record.
     """
 
     tag: str
@@ -178,3 +180,4 @@ class Checkpoint:
     notes: tuple[str, ...]
     confirmed_ties: frozenset[tuple[str, str]] = frozenset()
     optimizer: OptimizerStates | None = None
+    value_ties: dict[str, str] = dataclasses.field(default_factory=dict)

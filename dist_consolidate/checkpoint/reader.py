@@ -214,7 +214,7 @@ def _experts(
     """Put the experts of one model-parallel index together, if the model has any."""
     optims = [f for f in findings.values() if isinstance(f, OptimState) and f.experts.has_groups]
     shards = folder.of("expert")
-    if not (shards or optims or model.experts.num_experts or model.experts.is_auto):
+    if not (shards or optims or model.experts.num_experts or model.experts.odd_auto):
         return None
     refuse_kinds(folder, model, optims, grid)
     found = [findings[Job("tensors", shard)] for shard in shards]

@@ -14,7 +14,7 @@ from typing import Literal
 
 from dist_consolidate.checkpoint.model import Checkpoint
 
-Found = Literal["recorded", "storage record", "--tie"]
+Found = Literal["recorded", "storage record", "same values", "--tie"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +70,9 @@ class _TieBuilder:
         self.excluded: dict[str, str] = {}
 
     def build(self) -> TieMap:
+        for alias, source in self.ckpt.value_ties.items():
+            if alias not in self.user and alias not in self.stored and source in self.stored:
+                self.ties[alias] = Tie(source, "same values")
         records = self._follow_records()
         parent = _Components(self.ckpt.module)
         holders: dict[str, set[str]] = {}
