@@ -22,12 +22,14 @@ from dist_consolidate.checkpoint.states import ModuleEntry, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems
 
 _TIED = "tied_modules."
+_MAX_DIGITS = 10  # no pipeline has so many layers
 
 
 def layer_of(name: str) -> int | None:
     """Give the number of the ordinary layer that a tensor's name begins with."""
     number, dot, _ = name.partition(".")
-    return int(number) if dot and number.isascii() and number.isdigit() else None
+    is_number = number.isascii() and number.isdigit() and len(number) < _MAX_DIGITS
+    return int(number) if dot and is_number else None
 
 
 def tie_of(name: str) -> tuple[str, str] | None:
@@ -149,12 +151,16 @@ class _Naming:
                 f"(of pipeline stage {stage}; {names[0]} is one of its {len(names)} recorded "
                 "names). Look for it where that stage's ranks saved"
             )
-        gaps = set(range(max(self.files, default=0))) - self.files.keys() - self.owners.keys()
+        numbers = sorted({-1, *self.files, *self.owners})
+        gaps = [
+            str(low + 1) if high - low == 2 else f"{low + 1} to {high - 1}"
+            for low, high in itertools.pairwise(numbers)
+            if high - low > 1
+        ]
         if gaps:
-            listed = ", ".join(map(str, sorted(gaps)))
             self.notes.append(
-                f"no file of layer {listed}: functions, and tied layers used through a function, "
-                "have none"
+                f"no file of layer {', '.join(gaps)}: functions, and tied layers used through a "
+                "function, have none"
             )
 
     def _file_name(self, layer: int) -> str:
@@ -249,14 +255,16 @@ class _Naming:
 
     def _rename(self, tie: str, module: _Tied) -> None:
         """Enter a tied module under the number of each layer that has a file."""
+        files = self._files_by_stage(module)
         for stage, masters in module.masters.items():
-            mine = [file for file, stages in module.files if stage in stages]
+            mine = files.get(stage)
             if not mine:
                 self._name_without_file(stage, tie, masters)
                 continue
             first = mine[0]
             holder = f"{first.shard.layer or 0}."
-            names = {f"{_TIED}{tie}.{key}": holder + key for key in masters}
+            keys = {*masters, *first.entries}
+            names = {f"{_TIED}{tie}.{key}": holder + key for key in keys}
             self._rename_in(stage, names)
             self._place(stage, first, holder, f"{_TIED}{tie}.")
             for file in mine[1:]:
@@ -270,6 +278,36 @@ class _Naming:
                     placed = dataclasses.replace(placed, identity=identity, source=None)
                     self.modules[stage][name] = placed
                     self.ties[stage][name] = holder + key
+
+    def _files_by_stage(self, module: _Tied) -> dict[int, list[TensorsState]]:
+        """Give the files of each stage's copy; stages whose masters are equal share theirs.
+
+        Where masters differ by less than the rounding, a file fits several of them; the layers
+        around it tell whose it can be.
+        """
+        alike: dict[int, int] = {}
+        for stage in module.masters:
+            alike[stage] = next(
+                (s for s in alike if alike[s] == s and self._are_equal(module, s, stage)), stage
+            )
+        files: dict[int, list[TensorsState]] = {}
+        for file, stages in module.files:
+            layer = file.shard.layer or 0
+            low = self._owner(layer)
+            high = next((s for n, s in self.owners.items() if n > layer), len(self.stages) - 1)
+            fitting = [s for s in sorted(stages) if low <= s <= high] or sorted(stages)
+            for stage in module.masters:
+                if alike[stage] == alike[fitting[0]]:
+                    files.setdefault(stage, []).append(file)
+        return files
+
+    def _are_equal(self, module: _Tied, stage: int, other: int) -> bool:
+        ours, theirs = module.masters[stage], module.masters[other]
+        return ours.keys() == theirs.keys() and all(
+            (source.shape, source.dtype) == (theirs[key].shape, theirs[key].dtype)
+            and self.values.agree(stage, source, other, theirs[key])
+            for key, source in ours.items()
+        )
 
     def _rename_in(self, stage: int, names: Mapping[str, str]) -> None:
         self.partitions[stage] = {names.get(n, n): s for n, s in self.partitions[stage].items()}

@@ -256,20 +256,56 @@ def test_masters_of_different_steps(copy):
     assert f"{path}: step is 7, but 3 in {OPTIM.format(0)}" in refusal(folder)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_tied_masters_that_differ(copy, stage):
-    """One bit, in the last element: far from what the 16-bit copy would show."""
-    folder = copy(Z1)
+def flip_last_bit(folder, stage):
+    """Change a stage's master of the embedding by far less than its 16-bit copy would show."""
     extent = master_extent(folder, EMBED, stage)
     with (folder / extent.file).open("r+b") as stream:
         stream.seek(extent.offset_bytes + 4 * (23 * 13 - 1))
         byte = stream.read(1)[0]
         stream.seek(-1, 1)
         stream.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_tied_masters_that_differ(copy, stage):
+    folder = copy(Z1)
+    flip_last_bit(folder, stage)
     message = refusal(folder)
     assert f"{EMBED}: is tied on pipeline stages 0 and 1, but its fp32 partition" in message
     assert OPTIM.format(0) in message
     assert OPTIM.format(1) in message
+
+
+def test_masters_that_differ_are_both_written_by_layer(copy, tmp_path):
+    """Each under its layer's number; one without a layer file keeps the tied module's name."""
+    folder = copy(Z1)
+    flip_last_bit(folder, 1)
+    report = consolidate(folder, tmp_path / "out", pipeline_names="layer")
+    want = {name: value for name, value in CASES[Z1].truth["by_layer"].items() if name[0] != "5"}
+    other = want["0.weight"].clone()
+    other.view(torch.int32)[-1, -1] ^= 1
+    assert_same_bits(load_output(tmp_path / "out"), {**want, EMBED: other})
+    assert any("pipeline stage 1's copy of the tied module embed" in n for n in report.notes)
+
+
+def test_masters_that_differ_go_to_the_layers_around(copy, tmp_path):
+    """Both files fit both masters, rounded; layer 5 lies behind a layer of stage 1."""
+    folder = copy(Z1)
+    shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")
+    flip_last_bit(folder, 1)
+    report = consolidate(folder, tmp_path / "out", pipeline_names="layer")
+    want = dict(CASES[Z1].truth["by_layer"])
+    want["5.weight"] = want["0.weight"].clone()
+    want["5.weight"].view(torch.int32)[-1, -1] ^= 1
+    assert_same_bits(load_output(tmp_path / "out"), want)
+    assert report.ties == {}
+
+
+def test_a_gap_of_any_size_is_one_note(copy, tmp_path):
+    folder = copy(Z1)
+    (folder / "layer_02-model_states.pt").rename(folder / "layer_999999999-model_states.pt")
+    message = refusal(folder)
+    assert f"{folder / 'layer_02-model_states.pt'}: is missing" in message
 
 
 def test_a_layer_file_of_other_values_is_no_tied_module(copy, tmp_path):
