@@ -19,7 +19,7 @@ from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
 from dist_consolidate.checkpoint.parallel import Grid
-from dist_consolidate.checkpoint.pipeline_layers import layer_of, tie_of
+from dist_consolidate.checkpoint.pipeline_names import layer_of, tie_of
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems

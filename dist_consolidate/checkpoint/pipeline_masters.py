@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.model import Source
-from dist_consolidate.checkpoint.pipeline_layers import entry_source
+from dist_consolidate.checkpoint.pipeline_names import entry_source
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.stage0 import Master, narrow
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, TensorsState

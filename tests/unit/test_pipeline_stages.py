@@ -9,7 +9,7 @@ import torch
 from dist_consolidate import CheckpointError, consolidate, open_checkpoint
 from dist_consolidate.checkpoint.jobs import run_here
 from dist_consolidate.checkpoint.layout import find_tag
-from dist_consolidate.checkpoint.pipeline_layers import layer_of, tie_of
+from dist_consolidate.checkpoint.pipeline_names import layer_of, tie_of
 from dist_consolidate.checkpoint.reader import read_checkpoint
 from tests.cases import CASES, assert_same_bits, load_output
 
@@ -318,6 +318,20 @@ def test_a_layer_file_of_other_values_is_no_tied_module(copy, tmp_path):
     want = {**CASES[Z1].truth["fp32"], "0.weight": other.float()}
     assert_same_bits(load_output(tmp_path / "out"), want)
     assert any("1 parameters have no fp32 master" in note for note in report.notes)
+
+
+def test_values_that_are_all_alike_testify_to_nothing(copy, tmp_path):
+    """A tied module that is all ones, and a layer file of ones: it may be a frozen layer's."""
+    folder = copy(Z1)
+    for stage in (0, 1):
+        extent = master_extent(folder, EMBED, stage)
+        with (folder / extent.file).open("r+b") as stream:
+            stream.seek(extent.offset_bytes)
+            stream.write(torch.ones(23 * 13).numpy().tobytes())
+    torch.save({"weight": torch.ones(23, 13).bfloat16()}, folder / "layer_00-model_states.pt")
+    consolidate(folder, tmp_path / "out")
+    ones = dict.fromkeys((EMBED, "0.weight"), torch.ones(23, 13))
+    assert_same_bits(load_output(tmp_path / "out"), {**CASES[Z1].truth["fp32"], **ones})
 
 
 def test_a_layer_of_another_shape(copy):
