@@ -323,8 +323,7 @@ def test_a_layer_file_of_other_values_is_no_tied_module(copy, tmp_path):
 def test_values_that_are_all_alike_testify_to_nothing(copy, tmp_path):
     """A tied module that is all ones, and a layer file of ones: it may be a frozen layer's."""
     folder = copy(Z1)
-    for stage in (0, 1):
-        extent = master_extent(folder, EMBED, stage)
+    for extent in [master_extent(folder, EMBED, stage) for stage in (0, 1)]:
         with (folder / extent.file).open("r+b") as stream:
             stream.seek(extent.offset_bytes)
             stream.write(torch.ones(23 * 13).numpy().tobytes())
