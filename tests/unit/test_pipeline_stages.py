@@ -9,8 +9,14 @@ import torch
 from dist_consolidate import CheckpointError, consolidate, open_checkpoint
 from dist_consolidate.checkpoint.jobs import run_here
 from dist_consolidate.checkpoint.layout import find_tag
+from dist_consolidate.checkpoint.model import Block, Source
+from dist_consolidate.checkpoint.parallel import Grid
+from dist_consolidate.checkpoint.pipeline import merge_stages, read_layers
 from dist_consolidate.checkpoint.pipeline_names import layer_of, tie_of
 from dist_consolidate.checkpoint.reader import read_checkpoint
+from dist_consolidate.checkpoint.rounding import Fingerprints
+from dist_consolidate.plan.coverage import check_coverage
+from dist_consolidate.plan.resolve import resolve
 from tests.cases import CASES, assert_same_bits, load_output
 
 Z0, Z1 = "pipe_z0_fp32_w2", "pipe_z1_bf16_w2"
@@ -363,6 +369,47 @@ def test_layers_of_tensor_parallel_ranks_must_all_be_there(copy):
     shutil.copy(folder / name, folder / name.replace("model_00", "model_01"))
     message = refusal(folder)
     assert "layer_02-model_01-model_states.pt: is surplus: tensor-parallel rank 1" in message
+
+
+def test_a_layer_file_of_one_tensor_parallel_rank_missing(copy):
+    folder = copy(Z1)
+    for path in list(folder.glob("layer_*")):
+        for rank in (0, 1):
+            name = path.name.replace("-model_states", f"-model_{rank:02d}-model_states")
+            shutil.copy(path, folder / name)
+        path.unlink()
+    names = ["layer_00-model_01-model_states.pt", "layer_02-model_00-model_states.pt"]
+    for name in names:
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        read_layers(find_tag(folder), Grid(2, 2), run_here)
+    for name in names:
+        assert f"{folder / name}: is missing (tensor-parallel rank" in str(caught.value)
+
+
+def test_sources_made_of_blocks_are_merged():
+    """What several tensor-parallel ranks hold of a tensor keeps its place in their flat groups."""
+    folder = find_tag(CASES[Z1].ckpt)
+    whole, name = read_checkpoint(folder), "4.fc.weight"
+    source = whole.partitions[name]
+    assert source.slot.group == 1
+    alone = dataclasses.replace(source, slot=dataclasses.replace(source.slot, group=0))
+    half = source.num_numel // 2
+    blocks = (
+        Block(alone, 1, half, 0, 0, 0, 0),
+        Block(alone, 1, source.num_numel - half, half, 0, half, 0),
+    )
+    split = Source(source.origin, source.shape, source.dtype, blocks=blocks)
+    first = {"2.weight": whole.partitions["2.weight"]}
+    stages = [
+        dataclasses.replace(whole, groups=whole.groups[:1], partitions=first, module={}),
+        dataclasses.replace(whole, groups=whole.groups[1:], partitions={name: split}, module={}),
+    ]
+    merged = merge_stages(folder, stages)
+    check_coverage(merged, resolve(merged))
+    prints = Fingerprints(folder.path, merged.groups)
+    assert prints.of(merged.partitions[name], source.dtype) == prints.of(source, source.dtype)
+    prints.close()
 
 
 def test_layers_left_over_from_a_pipeline(tmp_path):
