@@ -169,6 +169,21 @@ def test_a_master_without_its_layer_file_is_noticed(pipeline: Pipeline, tmp_path
     assert "missing or of another save" in str(refusal.value)
 
 
+@pytest.mark.parametrize("pipeline", ["tied:0:fp16:2"], indirect=True)
+def test_masters_without_names_that_differ_over_stages(pipeline: Pipeline, tmp_path: Path) -> None:
+    """By one bit, which the 16-bit copy does not show: the lowest stage's is taken, and told."""
+    checkpoint = _copy(pipeline.ckpt, tmp_path / "ckpt")
+    path = next(checkpoint.rglob("mp_rank_01_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    tied = state["optimizer"]["fp32_groups"][0][0]
+    assert tied.shape == pipeline.named["tied_modules.embed.weight"].shape
+    tied.data.view(torch.int32)[-1, -1] ^= 1
+    torch.save(state, path)
+    report = consolidate(checkpoint, tmp_path / "out")
+    assert_same_bits(load_output(tmp_path / "out"), pipeline.by_layer)
+    assert any("0.weight is tied on pipeline stages 0 and 1" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("pipeline", ["tied:0:fp32:2", "repeated:0:fp32:2"], indirect=True)
 def test_a_missing_layer_file_is_noticed_by_the_moments(pipeline: Pipeline, tmp_path: Path) -> None:
     """Without buffers or partitions that name the layer, only the optimizer's moments tell."""
