@@ -19,7 +19,7 @@ from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
 from dist_consolidate.checkpoint.parallel import Grid
-from dist_consolidate.checkpoint.pipeline_layers import layer_of, tie_of
+from dist_consolidate.checkpoint.pipeline_names import layer_of, tie_of
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems
@@ -122,13 +122,16 @@ def read_layers(folder: TagFolder, grid: Grid, run: Runner) -> list[list[Tensors
 def _check_ranks(
     folder: TagFolder, found: Sequence[Mapping[int, TensorsState]], problems: Problems
 ) -> None:
+    if problems:
+        return  # files that could not be told apart are no missing ones
     for layer in sorted({number for layers in found for number in layers}):
-        there = next(layers[layer] for layers in found if layer in layers)
+        there = next(layers[layer].shard for layers in found if layer in layers)
         for rank, layers in enumerate(found):
-            if layer not in layers and not problems:
+            if layer not in layers:
+                name = there.name.replace(f"-model_{there.mp_rank:02d}-", f"-model_{rank:02d}-")
                 problems.add(
-                    f"{folder.path}: layer {layer} has {there.shard.name}, but no file of "
-                    f"tensor-parallel rank {rank}"
+                    f"{folder.path / name}: is missing (tensor-parallel rank {rank} of "
+                    f"{len(found)}); {there.name} is there"
                 )
 
 

@@ -13,34 +13,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, ModuleKey, Source
+from dist_consolidate.checkpoint.pipeline_names import TIED, entry_source, layer_of
+from dist_consolidate.checkpoint.pipeline_ties import TiedModule, find_ties
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.states import ModuleEntry, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems
-
-_TIED = "tied_modules."
-
-
-def layer_of(name: str) -> int | None:
-    """Give the number of the ordinary layer that a tensor's name begins with."""
-    number, dot, _ = name.partition(".")
-    return int(number) if dot and number.isascii() and number.isdigit() else None
-
-
-def tie_of(name: str) -> tuple[str, str] | None:
-    """Split the name of a tied module's tensor into the tie and the module's own name for it."""
-    if not name.startswith(_TIED):
-        return None
-    tie, _, key = name.removeprefix(_TIED).partition(".")
-    return tie, key
-
-
-def entry_source(entry: ModuleEntry) -> Source:
-    """Give a layer file's tensor as a source."""
-    return Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
 
 
 def with_layers(
@@ -73,15 +54,6 @@ def with_layers(
         values.close()
 
 
-@dataclasses.dataclass(slots=True)
-class _Tied:
-    """A tied module: its partitions by stage, its buffers, and the layer files that hold it."""
-
-    masters: dict[int, dict[str, Source]]
-    buffers: set[str]
-    files: list[tuple[TensorsState, frozenset[int]]]
-
-
 class _Naming:
     def __init__(
         self,
@@ -105,12 +77,13 @@ class _Naming:
 
     def checkpoints(self) -> list[Checkpoint]:
         self._check_files()
-        tied = self._tied()
+        unnamed = [file for layer, file in self.files.items() if layer not in self.owners]
+        tied = find_ties(self.stages, self.buffers, unnamed, self.values, self.problems)
         for number, file in self.files.items():
             if not any(file is other for one in tied.values() for other, _ in one.files):
                 self._place(self._owner(number), file, f"{number}.", f"{number}.")
         for tie, module in tied.items():
-            if self.naming == "module" or not module.files:
+            if self.naming == "module":
                 self._keep_names(tie, module)
             else:
                 self._rename(tie, module)
@@ -149,61 +122,22 @@ class _Naming:
                 f"(of pipeline stage {stage}; {names[0]} is one of its {len(names)} recorded "
                 "names). Look for it where that stage's ranks saved"
             )
-        gaps = set(range(max(self.files, default=0))) - self.files.keys() - self.owners.keys()
+        numbers = sorted({-1, *self.files, *self.owners})
+        gaps = [
+            str(low + 1) if high - low == 2 else f"{low + 1} to {high - 1}"
+            for low, high in itertools.pairwise(numbers)
+            if high - low > 1
+        ]
         if gaps:
-            listed = ", ".join(map(str, sorted(gaps)))
             self.notes.append(
-                f"no file of layer {listed}: functions, and tied layers used through a function, "
-                "have none"
+                f"no file of layer {', '.join(gaps)}: functions, and tied layers used through a "
+                "function, have none"
             )
 
     def _file_name(self, layer: int) -> str:
         other = next(iter(self.files.values())).shard.name if self.files else ""
         behind = other.partition("-")[2] or "model_states.pt"
         return f"layer_{layer:02d}-{behind}"
-
-    def _tied(self) -> dict[str, _Tied]:
-        """Collect the tied modules, and find their files."""
-        tied: dict[str, _Tied] = {}
-        for stage in range(len(self.stages)):
-            for name, source in self.stages[stage].partitions.items():
-                if (parts := tie_of(name)) is not None:
-                    module = tied.setdefault(parts[0], _Tied({}, set(), []))
-                    module.masters.setdefault(stage, {})[parts[1]] = source
-        for name in itertools.chain(*self.buffers):
-            if (parts := tie_of(name)) is not None and parts[0] in tied:
-                tied[parts[0]].buffers.add(parts[1])
-        for layer, file in self.files.items():
-            if layer in self.owners:
-                continue
-            found = {tie: self._stages_of(module, file) for tie, module in tied.items()}
-            fitting = [tie for tie, stages in found.items() if stages]
-            if len(fitting) > 1:
-                self.problems.add(
-                    f"{self.folder.path / file.shard.name}: holds the values of the tied modules "
-                    f"{' and '.join(fitting)} alike; which of them it is cannot be told"
-                )
-            elif fitting:
-                tied[fitting[0]].files.append((file, found[fitting[0]]))
-        return tied
-
-    def _stages_of(self, module: _Tied, file: TensorsState) -> frozenset[int]:
-        """Give the stages whose copy of a tied module a file holds, rounded."""
-        if not module.buffers <= file.entries.keys():
-            return frozenset()
-        return frozenset(
-            s for s, masters in module.masters.items() if self._holds(file, s, masters)
-        )
-
-    def _holds(self, file: TensorsState, stage: int, masters: Mapping[str, Source]) -> bool:
-        for key, source in masters.items():
-            entry = file.entries.get(key)
-            if entry is None or entry.span.shape != source.shape:
-                return False
-        return all(
-            self.values.agree(stage, source, stage, entry_source(file.entries[key]))
-            for key, source in masters.items()
-        )
 
     def _place(self, stage: int, file: TensorsState, prefix: str, recorded: str) -> None:
         """Enter a file's tensors under their names, each as its own copy."""
@@ -213,9 +147,9 @@ class _Naming:
         for key, kind in file.odd_entries.items():
             self.odd[stage][prefix + key] = kind
 
-    def _keep_names(self, tie: str, module: _Tied) -> None:
+    def _keep_names(self, tie: str, module: TiedModule) -> None:
         """Enter a tied module once, under ``PipelineModule``'s names."""
-        prefix = f"{_TIED}{tie}."
+        prefix = f"{TIED}{tie}."
         for stage, masters in module.masters.items():
             for file, _ in module.files[:1]:
                 self._place(stage, file, prefix, prefix)
@@ -224,45 +158,30 @@ class _Naming:
             self._enter_lost(stage, prefix, module)
         for file, _ in module.files[1:]:
             first = module.files[0][0]
-            for key in self._own_copies(file, first, module):
+            for key in module.own_copies(file, first, self.values):
                 self.problems.add(
                     f"{prefix}{key}: {file.shard.name} holds other values of it than "
                     f"{first.shard.name}; --pipeline-names layer writes both"
                 )
 
-    def _own_copies(self, file: TensorsState, first: TensorsState, module: _Tied) -> list[str]:
-        """List what a further file of a tied module holds otherwise than the first."""
-        masters = {key for keys in module.masters.values() for key in keys}
-        return [
-            key
-            for key, entry in file.entries.items()
-            if key not in masters and not self._same(entry, first.entries.get(key))
-        ]
-
-    def _same(self, entry: ModuleEntry, other: ModuleEntry | None) -> bool:
-        if other is None or (entry.span.shape, entry.span.dtype) != (
-            other.span.shape,
-            other.span.dtype,
-        ):
-            return False
-        return self.values.agree(0, entry_source(entry), 0, entry_source(other))
-
-    def _rename(self, tie: str, module: _Tied) -> None:
+    def _rename(self, tie: str, module: TiedModule) -> None:
         """Enter a tied module under the number of each layer that has a file."""
+        files = module.files_by_stage(self.owners, len(self.stages), self.values)
         for stage, masters in module.masters.items():
-            mine = [file for file, stages in module.files if stage in stages]
+            mine = files.get(stage)
             if not mine:
-                self._name_without_file(stage, tie, masters)
+                self._name_without_file(stage, tie, module)
                 continue
             first = mine[0]
             holder = f"{first.shard.layer or 0}."
-            names = {f"{_TIED}{tie}.{key}": holder + key for key in masters}
+            keys = {*masters, *first.entries}
+            names = {f"{TIED}{tie}.{key}": holder + key for key in keys}
             self._rename_in(stage, names)
-            self._place(stage, first, holder, f"{_TIED}{tie}.")
+            self._place(stage, first, holder, f"{TIED}{tie}.")
             for file in mine[1:]:
                 prefix = f"{file.shard.layer or 0}."
-                self._place(stage, file, prefix, f"{_TIED}{tie}.")
-                own = set(self._own_copies(file, first, module))
+                self._place(stage, file, prefix, f"{TIED}{tie}.")
+                own = set(module.own_copies(file, first, self.values))
                 for key in file.entries.keys() - own:
                     name = prefix + key
                     placed = self.modules[stage][name]
@@ -275,14 +194,15 @@ class _Naming:
         self.partitions[stage] = {names.get(n, n): s for n, s in self.partitions[stage].items()}
         self.ties[stage] = {names.get(a, a): names.get(n, n) for a, n in self.ties[stage].items()}
 
-    def _name_without_file(self, stage: int, tie: str, masters: Iterable[str]) -> None:
+    def _name_without_file(self, stage: int, tie: str, module: TiedModule) -> None:
         """Keep the name of a tied module whose copy in a stage has no file, so no number."""
         self.notes.append(
             f"no layer file holds pipeline stage {stage}'s copy of the tied module {tie}, so it "
             "keeps its name"
         )
-        for key in masters:
-            self._enter_name(stage, f"{_TIED}{tie}.{key}")
+        for key in module.masters[stage]:
+            self._enter_name(stage, f"{TIED}{tie}.{key}")
+        self._enter_lost(stage, f"{TIED}{tie}.", module)
 
     def _enter_name(self, stage: int, name: str) -> None:
         """Enter a name that has a partition but no tensor in a layer file."""
@@ -290,7 +210,7 @@ class _Naming:
         placeholder = ModuleKey(shape, ("pipeline", stage, name), None, False)
         self.modules[stage].setdefault(name, placeholder)
 
-    def _enter_lost(self, stage: int, prefix: str, module: _Tied) -> None:
+    def _enter_lost(self, stage: int, prefix: str, module: TiedModule) -> None:
         """Enter buffers that are recorded but lie in no file, so that they are asked for."""
         for key in module.buffers if not module.files else ():
             identity = ("pipeline", stage, prefix + key)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.model import Source
-from dist_consolidate.checkpoint.pipeline_layers import entry_source
+from dist_consolidate.checkpoint.pipeline_names import entry_source
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.stage0 import Master, narrow
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, TensorsState
@@ -192,6 +192,13 @@ class _Matching:
             stage, first = members[0]
             if self._is_settled(places, [master for _, master in members]):
                 self.settled |= dict.fromkeys(places, (stage, first.span))
+            elif len(places) == 1 and len({of for of, _ in members}) == len(members):
+                self.settled[places[0]] = (stage, first.span)
+                listed = " and ".join(str(of) for of, _ in members)
+                self.notes.append(
+                    f"{self.places[places[0]].name} is tied on pipeline stages {listed}, whose "
+                    f"fp32 masters differ by less than the rounding; stage {stage}'s was taken"
+                )
             else:
                 unclear += members
         return unclear

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist_consolidate.checkpoint.pipeline_layers import layer_of, tie_of
+from dist_consolidate.checkpoint.pipeline_names import layer_of, tie_of
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes, TensorsState
 from dist_consolidate.errors import Problems
 

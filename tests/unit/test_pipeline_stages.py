@@ -10,8 +10,14 @@ import torch
 from dist_consolidate import CheckpointError, consolidate, open_checkpoint
 from dist_consolidate.checkpoint.jobs import run_here
 from dist_consolidate.checkpoint.layout import find_tag
-from dist_consolidate.checkpoint.pipeline_layers import layer_of, tie_of
+from dist_consolidate.checkpoint.model import Block, Source
+from dist_consolidate.checkpoint.parallel import Grid
+from dist_consolidate.checkpoint.pipeline import merge_stages, read_layers
+from dist_consolidate.checkpoint.pipeline_names import layer_of, tie_of
 from dist_consolidate.checkpoint.reader import read_checkpoint
+from dist_consolidate.checkpoint.rounding import Fingerprints
+from dist_consolidate.plan.coverage import check_coverage
+from dist_consolidate.plan.resolve import resolve
 from tests.cases import CASES, assert_same_bits, load_output
 
 Z0, Z1 = "pipe_z0_fp32_w2", "pipe_z1_bf16_w2"
@@ -262,20 +268,56 @@ def test_masters_of_different_steps(copy):
     assert f"{path}: step is 7, but 3 in {OPTIM.format(0)}" in refusal(folder)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_tied_masters_that_differ(copy, stage):
-    """One bit, in the last element: far from what the 16-bit copy would show."""
-    folder = copy(Z1)
+def flip_last_bit(folder, stage):
+    """Change a stage's master of the embedding by far less than its 16-bit copy would show."""
     extent = master_extent(folder, EMBED, stage)
     with (folder / extent.file).open("r+b") as stream:
         stream.seek(extent.offset_bytes + 4 * (23 * 13 - 1))
         byte = stream.read(1)[0]
         stream.seek(-1, 1)
         stream.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_tied_masters_that_differ(copy, stage):
+    folder = copy(Z1)
+    flip_last_bit(folder, stage)
     message = refusal(folder)
     assert f"{EMBED}: is tied on pipeline stages 0 and 1, but its fp32 partition" in message
     assert OPTIM.format(0) in message
     assert OPTIM.format(1) in message
+
+
+def test_masters_that_differ_are_both_written_by_layer(copy, tmp_path):
+    """Each under its layer's number; one without a layer file keeps the tied module's name."""
+    folder = copy(Z1)
+    flip_last_bit(folder, 1)
+    report = consolidate(folder, tmp_path / "out", pipeline_names="layer")
+    want = {name: value for name, value in CASES[Z1].truth["by_layer"].items() if name[0] != "5"}
+    other = want["0.weight"].clone()
+    other.view(torch.int32)[-1, -1] ^= 1
+    assert_same_bits(load_output(tmp_path / "out"), {**want, EMBED: other})
+    assert any("pipeline stage 1's copy of the tied module embed" in n for n in report.notes)
+
+
+def test_masters_that_differ_go_to_the_layers_around(copy, tmp_path):
+    """Both files fit both masters, rounded; layer 5 lies behind a layer of stage 1."""
+    folder = copy(Z1)
+    shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")
+    flip_last_bit(folder, 1)
+    report = consolidate(folder, tmp_path / "out", pipeline_names="layer")
+    want = dict(CASES[Z1].truth["by_layer"])
+    want["5.weight"] = want["0.weight"].clone()
+    want["5.weight"].view(torch.int32)[-1, -1] ^= 1
+    assert_same_bits(load_output(tmp_path / "out"), want)
+    assert report.ties == {}
+
+
+def test_a_gap_of_any_size_is_one_note(copy, tmp_path):
+    folder = copy(Z1)
+    (folder / "layer_02-model_states.pt").rename(folder / "layer_999999999-model_states.pt")
+    message = refusal(folder)
+    assert f"{folder / 'layer_02-model_states.pt'}: is missing" in message
 
 
 def test_a_layer_file_of_other_values_is_no_tied_module(copy, tmp_path):
@@ -288,6 +330,19 @@ def test_a_layer_file_of_other_values_is_no_tied_module(copy, tmp_path):
     want = {**CASES[Z1].truth["fp32"], "0.weight": other.float()}
     assert_same_bits(load_output(tmp_path / "out"), want)
     assert any("1 parameters have no fp32 master" in note for note in report.notes)
+
+
+def test_values_that_are_all_alike_testify_to_nothing(copy, tmp_path):
+    """A tied module that is all ones, and a layer file of ones: it may be a frozen layer's."""
+    folder = copy(Z1)
+    for extent in [master_extent(folder, EMBED, stage) for stage in (0, 1)]:
+        with (folder / extent.file).open("r+b") as stream:
+            stream.seek(extent.offset_bytes)
+            stream.write(torch.ones(23 * 13).numpy().tobytes())
+    torch.save({"weight": torch.ones(23, 13).bfloat16()}, folder / "layer_00-model_states.pt")
+    consolidate(folder, tmp_path / "out")
+    ones = dict.fromkeys((EMBED, "0.weight"), torch.ones(23, 13))
+    assert_same_bits(load_output(tmp_path / "out"), {**CASES[Z1].truth["fp32"], **ones})
 
 
 def test_a_layer_of_another_shape(copy):
@@ -320,6 +375,47 @@ def test_layers_of_tensor_parallel_ranks_must_all_be_there(copy):
     save_as(folder / "layer_02-model_00-model_states.pt", "layer_02-model_01-model_states.pt")
     message = refusal(folder)
     assert "layer_02-model_01-model_states.pt: is surplus: tensor-parallel rank 1" in message
+
+
+def test_a_layer_file_of_one_tensor_parallel_rank_missing(copy):
+    folder = copy(Z1)
+    for path in list(folder.glob("layer_*")):
+        for rank in (0, 1):
+            name = path.name.replace("-model_states", f"-model_{rank:02d}-model_states")
+            shutil.copy(path, folder / name)
+        path.unlink()
+    names = ["layer_00-model_01-model_states.pt", "layer_02-model_00-model_states.pt"]
+    for name in names:
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        read_layers(find_tag(folder), Grid(2, 2), run_here)
+    for name in names:
+        assert f"{folder / name}: is missing (tensor-parallel rank" in str(caught.value)
+
+
+def test_sources_made_of_blocks_are_merged():
+    """What several tensor-parallel ranks hold of a tensor keeps its place in their flat groups."""
+    folder = find_tag(CASES[Z1].ckpt)
+    whole, name = read_checkpoint(folder), "4.fc.weight"
+    source = whole.partitions[name]
+    assert source.slot.group == 1
+    alone = dataclasses.replace(source, slot=dataclasses.replace(source.slot, group=0))
+    half = source.num_numel // 2
+    blocks = (
+        Block(alone, 1, half, 0, 0, 0, 0),
+        Block(alone, 1, source.num_numel - half, half, 0, half, 0),
+    )
+    split = Source(source.origin, source.shape, source.dtype, blocks=blocks)
+    first = {"2.weight": whole.partitions["2.weight"]}
+    stages = [
+        dataclasses.replace(whole, groups=whole.groups[:1], partitions=first, module={}),
+        dataclasses.replace(whole, groups=whole.groups[1:], partitions={name: split}, module={}),
+    ]
+    merged = merge_stages(folder, stages)
+    check_coverage(merged, resolve(merged))
+    prints = Fingerprints(folder.path, merged.groups)
+    assert prints.of(merged.partitions[name], source.dtype) == prints.of(source, source.dtype)
+    prints.close()
 
 
 def test_layers_left_over_from_a_pipeline(tmp_path):
