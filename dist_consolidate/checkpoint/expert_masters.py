@@ -21,13 +21,9 @@ from dist_consolidate.checkpoint.experts import Experts, parse
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.model import Source
-from dist_consolidate.checkpoint.states import (
-    ModelState,
-    as_mapping,
-    fp32_masters,
-    open_shard,
-    state_of,
-)
+from dist_consolidate.checkpoint.model_states import fp32_masters
+from dist_consolidate.checkpoint.pickled import as_mapping, open_shard, state_of
+from dist_consolidate.checkpoint.states import ModelState
 from dist_consolidate.errors import Problems
 
 

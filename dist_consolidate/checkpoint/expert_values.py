@@ -128,7 +128,7 @@ class Comparison:
         for name, entry in (self._model.module or {}).items():
             span = entry.span
             matrix = span.num_numel > 1 and len(span.shape) > 1 and span.is_contiguous
-            seen = (self._folder / span.file).is_file()
+            seen = is_seen(self._folder, span.file)
             if name in held or not (matrix and span.dtype.is_floating and seen):
                 continue
             num_numel = min(END_NUMEL, span.num_numel // 2)

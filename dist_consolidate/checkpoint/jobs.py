@@ -13,17 +13,10 @@ from typing import Literal
 from dist_consolidate.checkpoint.archive import scan_integer
 from dist_consolidate.checkpoint.expert_masters import ExpertOptimState, read_expert_optim
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.model_states import read_model_state, read_param, read_tensors
+from dist_consolidate.checkpoint.optim_states import read_optim_state
 from dist_consolidate.checkpoint.optimizer import BaseOptimizer, read_base_optimizer
-from dist_consolidate.checkpoint.states import (
-    ModelState,
-    OptimState,
-    ParamState,
-    TensorsState,
-    read_model_state,
-    read_optim_state,
-    read_param,
-    read_tensors,
-)
+from dist_consolidate.checkpoint.states import ModelState, OptimState, ParamState, TensorsState
 from dist_consolidate.errors import Caught, CheckpointError
 
 Finding = (

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, in_order, list_shards
 from dist_consolidate.checkpoint.model import Source
+from dist_consolidate.checkpoint.model_states import read_model_state
 from dist_consolidate.checkpoint.rounding import Fingerprints
-from dist_consolidate.checkpoint.states import ModelState, read_model_state
+from dist_consolidate.checkpoint.states import ModelState
 from dist_consolidate.errors import Problems
 
 _CHUNK_BYTES = 4 << 20
