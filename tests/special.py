@@ -30,6 +30,12 @@ def edit(path: Path, change: Callable[[State], object], **options: Any) -> None:
     torch.save(state, path, **options)
 
 
+def save_as(source: Path, target: Path) -> None:
+    """Save what a file holds as another one; a renamed file would tell its own name."""
+    state = torch.load(source, map_location="cpu", weights_only=False)
+    torch.save(state, target)
+
+
 def only(folder: Path, pattern: str) -> Path:
     """Give the one file of a pattern."""
     (path,) = folder.glob(pattern)

@@ -86,7 +86,9 @@ class _Universal(Assembly):
         striped = models[0].shard.dp_rank is not None
         self.stage = 3 if striped else models[0].zero_stage or 1
         ranks = [shard.dp_rank or 0 for shard in folder.of("model") if striped]
-        self.ranks = max(ranks, default=0) + 1
+        # Every rank has model states; they record how many there were.
+        known = models[0].dp_world_size or 1 if striped else 1
+        self.ranks = max(max(ranks, default=0) + 1, known)
         self.degree = max(find_grid(folder, models[0]).size, len(models))
         self.notes.append("a universal checkpoint (ds_to_universal) was read")
         if (folder.path / "tmp").is_dir():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.plan.coverage import check_coverage
 from dist_consolidate.plan.resolve import resolve
 from tests.cases import CASES, assert_same_bits, load_output
+from tests.special import save_as
 
 Z0, Z1 = "pipe_z0_fp32_w2", "pipe_z1_bf16_w2"
 OPTIM = "bf16_zero_pp_rank_0_mp_rank_{:02d}_optim_states.pt"
@@ -107,15 +107,10 @@ def test_before_degrees_were_recorded(copy, tmp_path):
     assert_same_bits(load_output(tmp_path / "out"), CASES[Z1].truth["fp32"])
 
 
-def save_as(path: Path, name: str) -> None:
-    """Save what a file holds under another name; a renamed file would tell its own."""
-    torch.save(torch.load(path, weights_only=False), path.with_name(name))
-
-
 def test_a_tie_that_the_user_names(copy, tmp_path):
     """Two layers of equal values: at stage 0 only the user can say that they are one."""
     folder = copy(Z0)
-    save_as(folder / "layer_00-model_states.pt", "layer_05-model_states.pt")
+    save_as(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")
     report = consolidate(folder, tmp_path / "out", tie=["5.weight=0.weight"], ties="drop")
     assert report.ties == {"5.weight": "0.weight"}
     assert "5.weight" not in load_output(tmp_path / "out")
@@ -303,7 +298,7 @@ def test_masters_that_differ_are_both_written_by_layer(copy, tmp_path):
 def test_masters_that_differ_go_to_the_layers_around(copy, tmp_path):
     """Both files fit both masters, rounded; layer 5 lies behind a layer of stage 1."""
     folder = copy(Z1)
-    shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")
+    save_as(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")
     flip_last_bit(folder, 1)
     report = consolidate(folder, tmp_path / "out", pipeline_names="layer")
     want = dict(CASES[Z1].truth["by_layer"])
@@ -315,7 +310,8 @@ def test_masters_that_differ_go_to_the_layers_around(copy, tmp_path):
 
 def test_a_gap_of_any_size_is_one_note(copy, tmp_path):
     folder = copy(Z1)
-    (folder / "layer_02-model_states.pt").rename(folder / "layer_999999999-model_states.pt")
+    save_as(folder / "layer_02-model_states.pt", folder / "layer_999999999-model_states.pt")
+    (folder / "layer_02-model_states.pt").unlink()
     message = refusal(folder)
     assert f"{folder / 'layer_02-model_states.pt'}: is missing" in message
 
@@ -370,9 +366,11 @@ def test_a_damaged_layer_file(copy):
 def test_layers_of_tensor_parallel_ranks_must_all_be_there(copy):
     folder = copy(Z1)
     for path in list(folder.glob("layer_*")):
-        save_as(path, path.name.replace("-model_states", "-model_00-model_states"))
+        save_as(path, folder / path.name.replace("-model_states", "-model_00-model_states"))
         path.unlink()
-    save_as(folder / "layer_02-model_00-model_states.pt", "layer_02-model_01-model_states.pt")
+    save_as(
+        folder / "layer_02-model_00-model_states.pt", folder / "layer_02-model_01-model_states.pt"
+    )
     message = refusal(folder)
     assert "layer_02-model_01-model_states.pt: is surplus: tensor-parallel rank 1" in message
 
@@ -382,7 +380,7 @@ def test_a_layer_file_of_one_tensor_parallel_rank_missing(copy):
     for path in list(folder.glob("layer_*")):
         for rank in (0, 1):
             name = path.name.replace("-model_states", f"-model_{rank:02d}-model_states")
-            shutil.copy(path, folder / name)
+            save_as(path, folder / name)
         path.unlink()
     names = ["layer_00-model_01-model_states.pt", "layer_02-model_00-model_states.pt"]
     for name in names:
