@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -57,9 +56,8 @@ class Fragments:
             return
         width = source.dtype.itemsize_bytes
         if source.blocks:
-            # Blocks interleave, and who loads a bucket relies on reads that follow one another.
-            runs = (self._block_reads(block, start_numel, stop_numel) for block in source.blocks)
-            yield from heapq.merge(*runs, key=lambda read: read.at_bytes)
+            for block in source.blocks:
+                yield from self._block_reads(block, start_numel, stop_numel)
             return
         if source.span is not None:
             yield span_read(source.span, start_numel * width, stop_numel * width, 0)

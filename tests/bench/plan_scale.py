@@ -110,7 +110,6 @@ class States:
             parts=tuple(spans),
             param_shapes=None,
             alignment_paddings=None,
-            expert_groups=False,
             step=1,
             ds_version="0",
         )

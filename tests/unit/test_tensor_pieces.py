@@ -43,8 +43,9 @@ def read(merged, shards, start, stop):
     groups, sources, files = shard_sources(shards)
     source = source_of(merged, sources)
     out = b""
-    for found in Fragments(groups).reads(source, start, stop):
-        assert found.at_bytes == len(out), "a gap, an overlap, or out of order"
+    reads = Fragments(groups).reads(source, start, stop)
+    for found in sorted(reads, key=lambda part: part.at_bytes):
+        assert found.at_bytes == len(out), "a gap, or an overlap"
         extent = found.extent
         out += files[extent.file][extent.offset_bytes : extent.offset_bytes + extent.num_bytes]
     return list(struct.unpack(f"{len(out) // 4}f", out))
