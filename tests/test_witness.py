@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_consolidate import CheckpointError, consolidate, open_checkpoint
-from tests.cases import assert_same_bits, load_output
+from tests.cases import CASES, assert_same_bits, load_output
 from tests.synthetic import Param, Spec, Truth, write
 
 PARAMS = tuple(Param(f"w{index}", (6, 4)) for index in range(9))
@@ -101,3 +101,16 @@ def test_values_that_are_no_numbers_agree(tmp_path):
         for path in truth.tag_dir.iterdir():
             rewrite(path, masters if "optim_states" in path.name else weights)
         consolidate(root, root / "out")
+
+
+def test_layer_files_of_another_run(tmp_path):
+    """A pipeline's layer files hold the rounded weights."""
+    case = CASES["pipe_z1_bf16_w2"]
+    shutil.copytree(case.ckpt, tmp_path / "run")
+    (layer,) = (tmp_path / "run").glob("*/layer_02-model_states.pt")
+    rewrite(layer, lambda state: state["weight"].add_(1))
+    message = refusal(tmp_path / "run", tmp_path / "out")
+    assert "`module` of layer_02-model_states.pt, the first is '2.weight'" in message
+    report = consolidate(tmp_path / "run", tmp_path / "out", trust_masters=True)
+    assert any("--trust-masters" in note for note in report.notes)
+    assert_same_bits(load_output(tmp_path / "out"), case.truth["fp32"])

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_consolidate.checkpoint import census, pipeline, universal, writers
+from dist_consolidate.checkpoint import census, pipeline, universal, witness, writers
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.experts import Experts, gather, refuse_kinds, with_experts
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
@@ -106,7 +106,18 @@ def _joined_stages(
         _tensor_merged(folder, parts[at : at + degree], named[at : at + degree], request)
         for at in range(0, grid.size, degree)
     ]
-    return pipeline.merge_stages(folder, merged, request.claims)
+    checkpoint = pipeline.merge_stages(folder, merged, request.claims)
+    if checkpoint.stage not in (1, 2):
+        return checkpoint
+    layers = {n: key.source for n, key in checkpoint.module.items() if key.source is not None}
+    heard = witness.hear(
+        folder,
+        checkpoint.groups,
+        checkpoint.partitions,
+        layers,
+        trust_masters=request.trust_masters,
+    )
+    return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *heard))
 
 
 def _tensor_merged(

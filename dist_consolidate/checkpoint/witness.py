@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.checkpoint.fragments import Fragments
+from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import FlatGroup, Source
 from dist_consolidate.checkpoint.shards import ShardReader
-from dist_consolidate.checkpoint.states import ModuleEntry
 from dist_consolidate.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from dist_consolidate.errors import CheckpointError
 
@@ -45,11 +45,53 @@ class Testimony:
     differing: tuple[str, ...]
 
 
+def hear(
+    folder: TagFolder,
+    groups: Sequence[FlatGroup],
+    partitions: Mapping[str, Source],
+    module: Mapping[str, Source],
+    *,
+    trust_masters: bool,
+) -> tuple[str, ...]:
+    """Compare a few masters with the weights that training rounded from them.
+
+    Args:
+        folder: The tag folder.
+        groups: Flat groups.
+        partitions: Where each master lies.
+        module: The tensors of the model states, or of a pipeline's layer files.
+        trust_masters: Take the masters although they differ.
+
+    Returns:
+        What to say of it: nothing if they agree.
+
+    Raises:
+        CheckpointError: If they differ.
+    """
+    found = compare(folder.folders, groups, partitions, module)
+    if not found.differing:
+        return ()
+    first = found.differing[0]
+    span = module[first].span
+    what = (
+        f"{len(found.differing)} of {found.num_compared} fp32 masters that were looked at hold "
+        f"other values than `module` of {span.file if span else 'the model states'}, the first is "
+        f"{first!r}"
+    )
+    if trust_masters:
+        return (f"{what}; the masters were taken (--trust-masters)",)
+    raise CheckpointError(
+        f"{folder.path}: {what}. The files are of different saves, the layout is not what is "
+        "recorded, or the weights were changed after the last step (an average, a quantization); "
+        "if so, and the masters are what you want, pass --trust-masters"
+    )
+
+
 def compare(
     folder: Path | Sequence[Path],
     groups: Sequence[FlatGroup],
     partitions: Mapping[str, Source],
-    module: Mapping[str, ModuleEntry],
+    module: Mapping[str, Source],
 ) -> Testimony:
     """Compare fp32 masters, rounded, with the weights in ``module``.
 
@@ -57,7 +99,7 @@ def compare(
         folder: The tag folder; a few kilobytes are read from its shards.
         groups: Flat groups.
         partitions: Where each master lies.
-        module: The model's state dict.
+        module: The tensors that were rounded from them.
 
     Returns:
         The testimony; tensors whose shards cannot be read here are not in it.
@@ -66,12 +108,11 @@ def compare(
     num_compared, differing = 0, []
     try:
         for name in _sample(partitions, module):
-            source, entry = partitions[name], module[name]
-            theirs = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+            source, theirs = partitions[name], module[name]
             count = min(source.num_numel, _ELEMENTS_PER_TENSOR)
             with contextlib.suppress(CheckpointError):  # a shard that is not seen here
-                ours = _rounded(_read(reader, fragments, source, count), entry.span.dtype.name)
-                held = _canonical(_read(reader, fragments, theirs, count), entry.span.dtype.name)
+                ours = _rounded(_read(reader, fragments, source, count), theirs.dtype.name)
+                held = _canonical(_read(reader, fragments, theirs, count), theirs.dtype.name)
                 num_compared += 1
                 if 2 * int((ours != held).sum()) > count:
                     differing.append(name)
@@ -80,15 +121,15 @@ def compare(
     return Testimony(num_compared, tuple(differing))
 
 
-def _sample(partitions: Mapping[str, Source], module: Mapping[str, ModuleEntry]) -> Iterator[str]:
+def _sample(partitions: Mapping[str, Source], module: Mapping[str, Source]) -> Iterator[str]:
     """Choose a few tensors of each group, spread over it, the first and the last among them."""
     by_group: dict[int, list[str]] = {}
     for name, source in partitions.items():
         entry = module.get(name)
         if source.slot is None or entry is None or source.dtype != FLOAT32:
             continue
-        comparable = entry.span.dtype in (FLOAT32, BFLOAT16, FLOAT16)
-        if comparable and entry.span.shape == source.shape and source.num_numel:
+        comparable = entry.dtype in (FLOAT32, BFLOAT16, FLOAT16)
+        if comparable and entry.shape == source.shape and source.num_numel:
             by_group.setdefault(source.slot.group, []).append(name)
     for names in by_group.values():
         count = min(len(names), _TENSORS_PER_GROUP)
