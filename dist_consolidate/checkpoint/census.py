@@ -82,6 +82,7 @@ def order_by_rank(
     states: Sequence[OptimState],
     problems: Problems,
     damaged: Collection[int] = (),
+    dp_world_size: int | None = None,
 ) -> list[OptimState]:
     """Check that there is exactly one optimizer states file for each rank.
 
@@ -90,6 +91,7 @@ def order_by_rank(
         states: The optimizer states read.
         problems: Takes each missing, surplus and contradicting rank, with its path.
         damaged: Ranks whose file is there but could not be read.
+        dp_world_size: As the model states record it, for optimizer states that do not.
 
     Returns:
         The states in rank order; complete if no problem was noted.
@@ -98,7 +100,7 @@ def order_by_rank(
     for state in states:
         by_rank.setdefault(state.shard.dp_rank or 0, []).append(state)
     first = by_rank[min(by_rank)][0]
-    ranks = first.num_ranks
+    ranks = first.num_ranks or (dp_world_size or 0 if first.rounds else 0)
     if ranks < 1:
         problems.add(f"{folder.file(first.shard.name)}: records no partition_count")
         ranks = len(by_rank)

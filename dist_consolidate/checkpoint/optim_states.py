@@ -8,6 +8,7 @@ from typing import Any
 
 from dist_consolidate.checkpoint.archive import Archive
 from dist_consolidate.checkpoint.expert_states import facts_of_optim
+from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
 from dist_consolidate.checkpoint.pickled import (
     as_mapping,
@@ -24,7 +25,6 @@ from dist_consolidate.checkpoint.states import (
     OptimState,
 )
 from dist_consolidate.checkpoint.unpickle import Inert, TensorRef
-from dist_consolidate.errors import UnsupportedLayoutError
 
 
 def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
@@ -47,13 +47,10 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         raise wrong(archive.path, "has no optimizer_state_dict")
     striped = "fp32_flat_groups" in state
     key = "fp32_flat_groups" if striped else "single_partition_of_fp32_groups"
-    if "local_sub_partitions_of_fp32_groups" in state:
-        raise UnsupportedLayoutError(
-            f"{archive.path}: was written by the stage-1 optimizer of before DeepSpeed 0.4 "
-            "(communication intervals), which this version does not read"
-        )
-    if key not in state:
+    rounds = _rounds(archive, state.get("local_sub_partitions_of_fp32_groups"))
+    if key not in state and not rounds:
         raise wrong(archive.path, "holds no fp32 partition (a ZeRO optimizer state has one)")
+    parts = tuple(group[0] for group in rounds) or tuple(spans(archive, state[key], key))
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list | tuple) else [counts]
     return OptimState(
@@ -61,7 +58,8 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         striped=striped,
         zero_stage=integer(state.get("zero_stage")),
         partition_counts=tuple(c for c in counts if type(c) is int),
-        parts=tuple(spans(archive, state[key], key)),
+        parts=parts,
+        rounds=rounds,
         param_shapes=param_shapes_of(archive.path, tree),
         alignment_paddings=_paddings(archive.path, state.get("param_alignment_paddings")),
         step=_optimizer_step(archive, state),
@@ -69,8 +67,24 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         slices=_slices(state.get("param_slice_mappings")),
         experts=facts_of_optim(tree, state),
         universal_info=plain_mapping(state.get("universal_checkpoint_info")),
-        swap_ids=tuple(map(_swap_id, state[key])),
+        swap_ids=() if rounds else tuple(map(_swap_id, state[key])),
     )
+
+
+def _rounds(archive: Archive, value: Any) -> tuple[tuple[TensorSpan, ...], ...]:  # noqa: ANN401
+    """Read the first stage-1 optimizer's parts: per group, one for each communication interval.
+
+    Source: DeepSpeed 0.5.8's ``stage1.py``, ``get_data_parallel_sub_partitions``.
+    """
+    key = "local_sub_partitions_of_fp32_groups"
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise wrong(archive.path, f"{key} is a {type(value).__name__}, expected a list")
+    rounds = tuple(tuple(spans(archive, group, key)) for group in value)
+    if not rounds or not all(rounds):
+        raise wrong(archive.path, f"{key} has a param group without a part")
+    return rounds
 
 
 def _slices(value: Any) -> tuple[dict[str, tuple[int, int]], ...] | None:  # noqa: ANN401

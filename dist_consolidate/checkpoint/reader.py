@@ -163,12 +163,15 @@ class _Part:
 def _only_part(folder: TagFolder, parts: Sequence[_Part]) -> _Part:
     """Refuse optimizer states that are spread over more than data-parallel ranks."""
     part = parts[0]
-    if len(parts) > 1 or part.experts is not None:
-        raise UnsupportedLayoutError(
-            f"{folder.path}: is a model- or expert-parallel checkpoint, whose optimizer states "
-            "this version does not read; consolidate without --include optimizer"
-        )
-    return part
+    kind = "is a model- or expert-parallel checkpoint"
+    if part.optims and part.optims[0].rounds:
+        kind = "was written by the stage-1 optimizer of before DeepSpeed 0.4"
+    elif len(parts) == 1 and part.experts is None:
+        return part
+    raise UnsupportedLayoutError(
+        f"{folder.path}: {kind}, whose optimizer states this version does not read; consolidate "
+        "without --include optimizer"
+    )
 
 
 def _assembled(parts: Sequence[_Part], run: Runner, request: Request) -> list[Checkpoint]:
@@ -210,7 +213,9 @@ def _part(
     found = {shard: findings[Job("optim", shard)] for shard in mine.of("optim")}
     states = [finding for finding in found.values() if isinstance(finding, OptimState)]
     damaged = {s.dp_rank or 0 for s, error in found.items() if isinstance(error, CheckpointError)}
-    ordered = census.order_by_rank(mine, states, problems, damaged) if states else []
+    ordered = (
+        census.order_by_rank(mine, states, problems, damaged, model.dp_world_size) if states else []
+    )
     experts = _experts(mine, model, findings, grid, problems)
     return _Part(mine, model if experts is None else with_experts(model, experts), ordered, experts)
 

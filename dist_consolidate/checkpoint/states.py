@@ -135,6 +135,8 @@ class OptimState:
         slices: ``param_slice_mappings``, group by group: where in this rank's part its elements of
             each parameter begin, and how many they are.
         universal_info: As in :class:`ModelState`; AutoTP keeps it here too.
+        rounds: Of the first stage-1 optimizer, each group's parts, one for each communication
+            interval; ``parts`` has the first of them.
         swap_ids: What names the file of each part that the swapper may have emptied.
     """
 
@@ -151,6 +153,7 @@ class OptimState:
     slices: tuple[dict[str, tuple[int, int]], ...] | None = None
     universal_info: Mapping[str, Any] | None = None
     swap_ids: tuple[str | None, ...] = ()
+    rounds: tuple[tuple[TensorSpan, ...], ...] = ()
 
     @property
     def num_ranks(self) -> int:

@@ -47,12 +47,15 @@ def build(
     groups: list[FlatGroup] = []
     sources: dict[str, Source] = {}
     for index, group_shapes in enumerate(shapes):
-        parts = [optim.parts[index] for optim in optims]
+        parts = _parts(optims, index, problems)
         paddings = optims[0].alignment_paddings
         padding = paddings[index] if paddings and index < len(paddings) else ()
         places, end_numel = slots(len(groups), group_shapes, padding)
         group = flat_group(f"param group {index}", parts, striped=False, problems=problems)
-        check_size(group, end_numel, len(optims), problems)
+        # A round of the first stage-1 optimizer is shared by all ranks, and its last ones may be
+        # padding; how much of it there is depends on an option that is not recorded.
+        spare = max(part.num_numel for part in parts) if optims[0].rounds else 0
+        check_size(group, end_numel, len(optims), problems, spare * len(optims))
         witness = testimony.hear(model, group.label, group_shapes, places, problems)
         for name, slot in witness.slots.items():
             shape = group_shapes[name]
@@ -146,7 +149,24 @@ def slots(group: int, shapes: Shapes, paddings: Sequence[int]) -> tuple[dict[str
     return places, offset
 
 
-def check_size(group: FlatGroup, need_numel: int, ranks: int, problems: Problems) -> None:
+def _parts(optims: Sequence[OptimState], index: int, problems: Problems) -> list[TensorSpan]:
+    """Give a group's parts in flat order: of every rank, or of every rank in each round."""
+    if not optims[0].rounds:
+        return [optim.parts[index] for optim in optims]
+    count = len(optims[0].rounds[index])
+    for optim in optims:
+        if len(optim.rounds) <= index or len(optim.rounds[index]) != count:
+            problems.add(
+                f"{optim.shard.name}: param group {index} has another number of communication "
+                f"intervals than in {optims[0].shard.name}, which has {count}"
+            )
+            return [optim.parts[index] for optim in optims]
+    return [optim.rounds[index][round_] for round_ in range(count) for optim in optims]
+
+
+def check_size(
+    group: FlatGroup, need_numel: int, ranks: int, problems: Problems, spare_numel: int = 0
+) -> None:
     """Check that the ranks hold what the tensors of a group need, and no more than padding beside.
 
     Args:
@@ -154,6 +174,7 @@ def check_size(group: FlatGroup, need_numel: int, ranks: int, problems: Problems
         need_numel: Where its last tensor ends.
         ranks: Ranks that share it.
         problems: Takes a mismatch.
+        spare_numel: Further padding that there may be.
     """
     width = group.dtype.itemsize_bytes
     held = [part.num_bytes // width for part in group.parts]
@@ -162,7 +183,7 @@ def check_size(group: FlatGroup, need_numel: int, ranks: int, problems: Problems
             f"{group.label}: its parameters need {need_numel} elements, but the ranks hold "
             f"{sum(held)} ({', '.join(map(str, held[:8]))}{', ...' if len(held) > 8 else ''})"
         )
-    elif sum(held) > need_numel + _MAX_PADDING_PER_RANK_NUMEL * ranks:
+    elif sum(held) > need_numel + _MAX_PADDING_PER_RANK_NUMEL * ranks + spare_numel:
         problems.add(
             f"{group.label}: the ranks hold {sum(held)} elements, but its parameters need only "
             f"{need_numel}; that is more than padding, so the recorded shapes do not describe it"
