@@ -41,6 +41,8 @@ def test_the_live_models_own_weights_on_request(name: str, dtype: str, tmp_path:
         want = {n: t.float() if t.is_floating_point() else t for n, t in want.items()}
     assert_same_bits(load_output(tmp_path / "out"), want)
     assert any("in bfloat16 (--allow-16bit)" in note for note in report.notes)
+    case = CASES[name]
+    assert (report.facts["stage"], report.facts["world_size"]) == (case.stage, case.world)
 
 
 def test_by_the_command_line(tmp_path: Path) -> None:

@@ -156,3 +156,11 @@ def test_a_runs_own_tag_is_read_rather_than_what_was_made_from_it(tmp_path: Path
     (tmp_path / "ckpt" / "latest").unlink()
     assert open_checkpoint(tmp_path / "ckpt").tag == tag.name
     assert open_checkpoint(tmp_path / "ckpt", "step_9_universal").tag == "step_9_universal"
+
+
+def test_what_is_asked_for_in_vain_is_told(tmp_path: Path) -> None:
+    case = CASES["universal_tp2_z1_fp32_w2"]
+    with pytest.raises(CheckpointError, match="universal checkpoint, whose optimizer states"):
+        consolidate(case.ckpt, tmp_path / "out", include=["optimizer"])
+    report = consolidate(case.ckpt, tmp_path / "out", tp_rules=tmp_path / "no.toml")
+    assert any(note.startswith(f"--tp-rules {tmp_path / 'no.toml'}") for note in report.notes)

@@ -134,6 +134,7 @@ class Assembly:
         if self.model.param_shapes is not None or (self.model.zero_stage or 0) > 0:
             allowed = self.request.allow_16bit
             self.notes.append(sixteen_bit.accept(self.folder, self.model, allowed))
+            self.stage, self.ranks = self.model.zero_stage or 1, self.model.dp_world_size or 1
             return {}
         if self.experts is not None:
             found = self._expert_masters(self.experts)

@@ -39,7 +39,7 @@ class Merging:
     def unused(self) -> list[str]:
         """Give the notes for a checkpoint that is not tensor-parallel."""
         given = (("--tp-rules", self.rules_file), ("--hf-config", self.hf_config))
-        reason = "was not read: the checkpoint is not tensor-parallel"
+        reason = "was not read: nothing here is split over tensor-parallel ranks"
         return [f"{option} {path} {reason}" for option, path in given if path is not None]
 
 

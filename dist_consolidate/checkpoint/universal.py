@@ -53,6 +53,11 @@ def read(folder: TagFolder, run: Runner, request: Request) -> Checkpoint:
         CheckpointError: If files are missing, damaged or contradict each other.
         UnsupportedLayoutError: If it is of a kind that is not read.
     """
+    if request.include_optimizer:
+        raise UnsupportedLayoutError(
+            f"{folder.path}: is a universal checkpoint, whose optimizer states this version does "
+            "not read; consolidate without --include optimizer"
+        )
     first = census.primary_model(folder, 0)
     others = [s for s in folder.of("model") if not s.dp_rank and s is not first]
     models = []
@@ -91,6 +96,7 @@ class _Universal(Assembly):
         self.ranks = max(max(ranks, default=0) + 1, known)
         self.degree = max(find_grid(folder, models[0]).size, len(models))
         self.notes.append("a universal checkpoint (ds_to_universal) was read")
+        self.notes += request.merging.unused()
         if (folder.path / "tmp").is_dir():
             self.notes.append(
                 "its folder `tmp` is there: the conversion kept it (--keep_temp_folder), or did "

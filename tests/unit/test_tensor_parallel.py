@@ -598,6 +598,6 @@ def test_rules_for_a_plain_checkpoint_are_noted(tmp_path):
     got, report = merge(tmp_path, made, tp_rules=path, hf_config=tmp_path)
     assert_same_bits(got, {"x": made.params["x"][0]})
     assert report.notes == tuple(
-        f"{option} {given} was not read: the checkpoint is not tensor-parallel"
+        f"{option} {given} was not read: nothing here is split over tensor-parallel ranks"
         for option, given in (("--tp-rules", path), ("--hf-config", tmp_path))
     )
