@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_consolidate.errors import ConsolidateError
+from dist_consolidate.errors import ConsolidateError, UsageError
 from dist_consolidate.options import Options, make_options
 
 if TYPE_CHECKING:
@@ -127,7 +127,10 @@ def consolidate(
 
 def _paths(given: StrPath | Sequence[StrPath]) -> list[str]:
     several = [given] if isinstance(given, str | os.PathLike) else given
-    return [os.fspath(path) for path in several]
+    try:
+        return [os.fspath(path) for path in several]
+    except TypeError as error:
+        raise UsageError(f"--search-dir {given!r}: must be paths") from error
 
 
 def run(

@@ -248,7 +248,7 @@ def load_config(path: Path) -> dict[str, Any]:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--config {path}: is no valid TOML: {error}") from error
     values: dict[str, Any] = {}
     for spelling, value in raw.items():

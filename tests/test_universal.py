@@ -145,7 +145,7 @@ def test_a_tensor_parallel_key_that_was_not_merged(tmp_path: Path) -> None:
             tag / f"mp_rank_0{rank}_model_states.pt",
             lambda state: state["module"].update(late=torch.zeros(2)),
         )
-    assert "'late' has no file below `zero`" in refusal(tmp_path)
+    assert "'late' was not trained, and ds_to_universal merges" in refusal(tmp_path)
 
 
 def test_a_runs_own_tag_is_read_rather_than_what_was_made_from_it(tmp_path: Path) -> None:

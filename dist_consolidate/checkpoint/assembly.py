@@ -23,7 +23,7 @@ from dist_consolidate.checkpoint import (
 from dist_consolidate.checkpoint.expert_masters import ExpertOptimState
 from dist_consolidate.checkpoint.experts import Experts
 from dist_consolidate.checkpoint.jobs import Job, Runner
-from dist_consolidate.checkpoint.layout import TagFolder
+from dist_consolidate.checkpoint.layout import TagFolder, missing_numbers
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
@@ -126,7 +126,14 @@ class Assembly:
         told = "the recorded layout does not fit the data"
         self.problems.raise_if_any(f"{self.folder.path}: {told}")
         testimony.confirm(
-            self.folder.folders, self.model, groups, sources, testified, self.problems, self.notes
+            self.folder.folders,
+            self.model,
+            groups,
+            sources,
+            testified,
+            self.problems,
+            self.notes,
+            trust_masters=self.request.trust_masters,
         )
         return groups, sources
 
@@ -209,7 +216,7 @@ class Assembly:
         return models
 
     def _note_missing(self, present: set[int | None], needed: bool) -> None:
-        for rank in sorted(set(range(1, self.ranks)) - present):
+        for rank in missing_numbers(self.ranks, present, 1):
             name = self.model.shard.name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
             if needed:
                 self.problems.add(

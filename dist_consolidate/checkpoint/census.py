@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, missing_numbers
 from dist_consolidate.checkpoint.parallel import Grid
 from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, OptimState
@@ -104,7 +104,7 @@ def order_by_rank(
     if ranks < 1:
         problems.add(f"{folder.file(first.shard.name)}: records no partition_count")
         ranks = len(by_rank)
-    for rank in sorted(set(range(ranks)) - set(by_rank) - set(damaged)):
+    for rank in missing_numbers(ranks, {*by_rank, *damaged}):
         path = folder.path / _name_for(first.shard, rank)
         problems.add(f"{path}: is missing (rank {rank} of {ranks})")
     for rank, found in sorted(by_rank.items()):

@@ -19,7 +19,7 @@ from dist_consolidate.checkpoint.expert_fused import apart
 from dist_consolidate.checkpoint.expert_states import group_sizes
 from dist_consolidate.checkpoint.experts import Experts, parse
 from dist_consolidate.checkpoint.extents import TensorSpan
-from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, missing_numbers
 from dist_consolidate.checkpoint.model import Source
 from dist_consolidate.checkpoint.model_states import fp32_masters
 from dist_consolidate.checkpoint.pickled import as_mapping, open_shard, state_of
@@ -120,7 +120,7 @@ def _check_files(
     if is_wide or (states and all(state.masters is None for state in states.values())):
         return
     present = {shard.dp_rank for shard in folder.of("expert-optim")}
-    for rank in sorted(set(range(size)) - set(states)):
+    for rank in missing_numbers(size, states):
         name = f"expp_rank_{rank}_mp_rank_{model.shard.mp_rank:02d}_optim_states.pt"
         if rank not in present:
             problems.add(

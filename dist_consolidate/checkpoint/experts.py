@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dist_consolidate.checkpoint.expert_fused import is_fused
-from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, missing_numbers
 from dist_consolidate.checkpoint.parallel import Grid
 from dist_consolidate.checkpoint.states import (
     ModelState,
@@ -201,7 +201,7 @@ class _Census:
                 )
         counts = self._counts(found)
         for layer, count in counts.items():
-            for number in sorted(set(range(count)) - set(found.get(layer, {}))):
+            for number in missing_numbers(count, found.get(layer, {})):
                 path = self.folder.path / self._name(layer, number)
                 self.problems.add(f"{path}: is missing (expert {number} of {count}{_of(layer)})")
         for layer, shards in found.items():
@@ -307,7 +307,7 @@ class _Contents:
                     f"layers, {', '.join(map(repr, layers))}; some are of something else"
                 )
         for layer, experts in self.inner.items():
-            gaps = sorted(set(range(max(experts) + 1)) - set(experts))
+            gaps = missing_numbers(max(experts) + 1, experts)
             if gaps:
                 self.problems.add(
                     f"{self.path}: experts {', '.join(map(str, gaps))} of {layer.rstrip('.')!r} "

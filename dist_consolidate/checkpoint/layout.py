@@ -10,8 +10,9 @@ Source: DeepSpeed's ``engine._get_*_ckpt_name`` for the names.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -117,6 +118,25 @@ class TagFolder:
         """Give the folder as one model-parallel index sees it; pipeline layers are no index's."""
         mine = (s for s in self.shards if s.mp_rank == mp_rank and s.role != "layer")
         return dataclasses.replace(self, shards=tuple(mine))
+
+
+# What is recorded may be any number; so many missing ones tell enough.
+_MAX_MISSING = 1000
+
+
+def missing_numbers(count: int, present: Collection[int | None], first: int = 0) -> list[int]:
+    """Give the numbers from ``first`` to ``count`` that are not there, at most a thousand.
+
+    Args:
+        count: Behind the last number.
+        present: Those that are there.
+        first: The first number.
+
+    Returns:
+        The missing ones, in order.
+    """
+    absent = (number for number in range(first, count) if number not in present)
+    return list(itertools.islice(absent, _MAX_MISSING))
 
 
 def is_seen(folders: Path | Sequence[Path], name: str) -> bool:

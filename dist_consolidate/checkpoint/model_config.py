@@ -45,7 +45,7 @@ def find_config(folder: Path) -> Path | None:
 def _is(path: Path) -> bool:
     try:
         return path.is_file() and "architectures" in path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 
@@ -75,7 +75,7 @@ def full_shapes(path: Path) -> dict[str, Shape]:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--hf-config {file}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--hf-config {file}: is no JSON: {error}") from error
     names = tree.get("architectures") if isinstance(tree, dict) else None
     if not isinstance(names, list) or not names or not isinstance(names[0], str):

@@ -140,8 +140,8 @@ def read_param(folder: Path, shard: ShardFile) -> ParamState:
 
 def _degrees(value: Any) -> tuple[int, int] | None:  # noqa: ANN401
     value = as_mapping(value) or {}
-    pair = (integer(value.get("pp_degree")), integer(value.get("tp_degree")))
-    return (pair[0], pair[1]) if pair[0] and pair[1] else None
+    stages, ranks = integer(value.get("pp_degree")) or 0, integer(value.get("tp_degree")) or 0
+    return (stages, ranks) if stages > 0 and ranks > 0 else None
 
 
 def _module(

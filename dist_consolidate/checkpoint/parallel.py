@@ -45,7 +45,8 @@ def find_grid(folder: TagFolder, model: ModelState) -> Grid:
     """
     if model.parallel_degrees is not None:
         return Grid(*model.parallel_degrees)
-    size = model.mp_world_size or len({s.mp_rank for s in folder.shards if s.role != "layer"})
+    recorded = model.mp_world_size if (model.mp_world_size or 0) > 0 else None
+    size = recorded or len({s.mp_rank for s in folder.shards if s.role != "layer"})
     layers = folder.of("layer")
     if not layers:
         return Grid(1, size)

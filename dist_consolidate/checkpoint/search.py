@@ -20,7 +20,7 @@ from dist_consolidate.checkpoint.model import Source
 from dist_consolidate.checkpoint.model_states import read_model_state
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState
-from dist_consolidate.errors import Problems
+from dist_consolidate.errors import Caught, Problems
 
 _CHUNK_BYTES = 4 << 20
 _STAGED = re.compile(r"(tmp-)?checkpoint-(\d+)")
@@ -40,8 +40,16 @@ def with_search_dirs(found: TagFolder, search_dirs: Sequence[str]) -> TagFolder:
     folders = [found.path]
     for text in search_dirs:
         folders += [path for path in candidates(text, found.tag) if path not in folders]
-    folders.sort(key=lambda path: not (path.parent / "latest").is_file())
+    folders.sort(key=lambda path: not _is_file(path.parent / "latest"))
     return dataclasses.replace(found, search=tuple(folders))
+
+
+def _is_file(path: Path) -> bool:
+    """Tell whether a file is there; a name that no file system takes is nowhere."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def candidates(search_dir: str, tag: str) -> list[Path]:
@@ -64,7 +72,7 @@ def shards_in(folders: Sequence[Path]) -> tuple[ShardFile, ...]:
         try:
             for shard in list_shards(folder):
                 by_name.setdefault(shard.name, shard)
-        except OSError:
+        except (OSError, ValueError):
             continue  # a node without this folder serves no shards from it
     return in_order(by_name.values())
 
@@ -98,7 +106,7 @@ def find_twice(folders: Sequence[Path]) -> list[Twice]:
     for shard in shards_in(folders):
         paths: list[Path] = []
         for path in (folder / shard.name for folder in folders):
-            if path.is_file() and not any(path.samefile(other) for other in paths):
+            if _is_file(path) and not any(path.samefile(other) for other in paths):
                 paths.append(path)
         if len(paths) > 1:
             status = [path.stat() for path in paths]
@@ -125,7 +133,10 @@ def compare(twice: Sequence[Twice]) -> tuple[str, ...]:
         differing = [path for path in others if not _same_bytes(first, path)]
         equal += not differing
         for path in differing:
-            difference = _difference(item.shard, first, path)
+            with (caught := Caught()):
+                difference = _difference(item.shard, first, path)
+            if caught.error is not None:
+                difference = f"cannot be compared: {caught.error}"
             if difference:
                 problems.add(f"{first} and {path}: are one shard, but {difference}")
             else:

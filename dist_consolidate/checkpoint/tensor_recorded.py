@@ -126,7 +126,8 @@ class RecordedRules:
         if is_buffer:
             said_by = "AutoTP, which splits no buffers"
             return Rule(Replicated(), said_by) if self.is_autotp else None
-        if not self._is_complete:
+        # With maps, AutoTP names every parameter there is; this one came, or was renamed, later.
+        if not self._is_complete or (self.is_autotp and self._maps):
             return None
         rows = self._vocabulary_rows(name)
         return Rule(Split(0, num_rows=rows), f"{self._file} (in no list: first dimension)")

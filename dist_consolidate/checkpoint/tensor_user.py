@@ -56,11 +56,12 @@ def load_user_rules(path: Path) -> tuple[UserRule, ...]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--tp-rules {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--tp-rules {path}: is no valid TOML: {error}") from error
     section = tree.get("tensor_parallel")
-    rules = section.get("rule") if isinstance(section, dict) else None
-    if set(tree) != {"tensor_parallel"} or set(section or ()) != {"rule"} or not rules:
+    section = section if isinstance(section, dict) else {}
+    rules = section.get("rule")
+    if set(tree) != {"tensor_parallel"} or set(section) != {"rule"} or not rules:
         raise UsageError(
             f"--tp-rules {path}: must hold [[tensor_parallel.rule]] tables and nothing else; "
             f"{_HELP}"

@@ -171,6 +171,8 @@ def confirm(
     testified: Mapping[str, FlatSlot],
     problems: Problems,
     notes: list[str],
+    *,
+    trust_masters: bool,
 ) -> None:
     """Confirm by value what rests on the testimony of ``module``.
 
@@ -182,10 +184,12 @@ def confirm(
         testified: Places that are known by ``module`` alone.
         problems: Takes places that the values contradict.
         notes: Takes what was found.
+        trust_masters: Take masters that are of another step than ``module``.
     """
     if not testified:
         return
     check = _Check(folder, model, groups, sources, testified)
+    check.trust_masters = trust_masters
     try:
         moved = [name for name in testified if sources[name].slot is not None]
         columns = [name for name in testified if sources[name].slot is None]
@@ -210,6 +214,7 @@ class _Check:
     ) -> None:
         self.module, self.sources, self.testified = model.module or {}, sources, testified
         self.shard = model.shard.name
+        self.trust_masters = False
         self.prints = Fingerprints(folder, groups)
 
     def moved(self, names: Sequence[str], problems: Problems, notes: list[str]) -> None:
@@ -235,11 +240,13 @@ class _Check:
         plain = [n for n, s in self.sources.items() if len(s.shape) == 1 and s.slot is not None]
         plain = [n for n in plain if n in self.module and self.module[n].span.is_contiguous]
         in_step = [self._agrees(name) for name in spread(plain, _MAX_COMPARED)]
-        if not equal and any(in_step):
+        if not equal and (any(in_step) or not self.trust_masters):
             problems.add(
                 f"{self.shard}: the strides of `module` say that {len(names)} matrices lie "
                 "transposed (ZenFlow of 0.17.5 to 0.19.6), but no column compared holds its "
-                f"values, the first matrix is {names[0]!r}; nothing tells the order"
+                f"values, the first matrix is {names[0]!r}; nothing tells the order, or the files "
+                "are of different saves. Where the masters are of another step than `module` and "
+                "you know that they are right, pass --trust-masters"
             )
         found = (
             f"{equal} of {len(columns)} columns compared round to the values in `module`"

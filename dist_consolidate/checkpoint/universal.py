@@ -26,7 +26,7 @@ from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, 
 from dist_consolidate.checkpoint.parallel import find_grid
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
-from dist_consolidate.checkpoint.states import ModelState, ParamState
+from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, ParamState
 from dist_consolidate.checkpoint.testimony import spread
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
@@ -108,7 +108,7 @@ class _Universal(Assembly):
         files = {_name_of(shard): shard for shard in self.folder.of("universal")}
         wanted = {name: files[name] for name in shapes if name in files}
         if self.degree > 1:
-            wanted |= self._merged_elsewhere(files, shapes)
+            self._check_unmerged(shapes)
         missing = [n for n, shape in shapes.items() if math.prod(shape) and n not in files]
         for name in missing:
             self.problems.add(
@@ -135,9 +135,9 @@ class _Universal(Assembly):
         keys = super()._module(partitions)
         if self.degree == 1:
             return keys
-        # Of what the converter has merged, `module` holds one rank's part only.
+        # Of all but buffers, `module` holds one rank's part only.
         return {
-            name: dataclasses.replace(key, source=None) if name in partitions else key
+            name: key if key.is_buffer else dataclasses.replace(key, source=None)
             for name, key in keys.items()
         }
 
@@ -158,25 +158,26 @@ class _Universal(Assembly):
                 shapes |= group
         return shapes
 
-    def _merged_elsewhere(
-        self, files: Mapping[str, ShardFile], shapes: Mapping[str, object]
-    ) -> dict[str, ShardFile]:
-        """Under tensor parallelism, take what only the converter has merged; check the rest."""
-        merged: dict[str, ShardFile] = {}
+    def _check_unmerged(self, shapes: Mapping[str, object]) -> None:
+        """Under tensor parallelism, only what was trained is merged.
+
+        Recent converters write a file for every other key of ``module``, too, but that is the
+        first tensor rank's part, cast to float.
+        """
         self._check_ranks()
-        for model in self.models:
-            buffers = model.buffer_names or frozenset()
-            for name in model.module or {}:
-                if name in buffers or name in shapes:
-                    continue
-                if name in files:
-                    merged[name] = files[name]
-                elif name not in (self.models[0].shared_params or {}):
-                    self.problems.add(
-                        f"{self.folder.path / model.shard.name}: {name!r} has no file below "
-                        "`zero`, and nothing tells how the parts of the tensor-parallel ranks join"
-                    )
-        return merged
+        module, ties = self.model.module or {}, self.model.shared_params or {}
+        buffers = self.model.buffer_names or frozenset()
+        trained = {_place(module[n]) for n in shapes if n in module}
+        for name, entry in module.items():
+            alias = name in ties or _place(entry) in trained
+            if name in buffers or name in shapes or alias or not entry.span.num_numel:
+                continue
+            self.problems.add(
+                f"{self.folder.path / self.model.shard.name}: {name!r} was not trained, and "
+                "ds_to_universal merges the tensor-parallel parts of trained parameters only (a "
+                f"file zero/{name}/fp32.pt is the first rank's part); pass the ZeRO checkpoint it "
+                "was made from"
+            )
 
     def _check_ranks(self) -> None:
         """Tensor-parallel ranks must list the same tensors, and hold the same buffers."""
@@ -234,13 +235,25 @@ class _Universal(Assembly):
             if prints.of(sources[name], view.dtype) != prints.of(theirs, view.dtype):
                 wrong.append(name)
         prints.close()
-        if wrong:
+        if wrong and self.request.trust_masters:
+            self.notes.append(
+                f"{len(wrong)} masters hold other values than {self.model.shard.name}; they were "
+                "taken (--trust-masters)"
+            )
+        elif wrong:
             self.problems.add(
                 f"{self.folder.path}: the masters of {len(wrong)} of {len(names)} parameters do "
                 f"not round to the values in {self.model.shard.name}, the first is {wrong[0]!r}. "
                 "ds_to_universal mixes parameters of runs with round_robin_gradients, and turns "
-                "ZenFlow's matrices; pass the ZeRO checkpoint it was made from"
+                "ZenFlow's matrices; pass the ZeRO checkpoint it was made from. If the weights "
+                "were changed after the last step, and the masters are what you want, pass "
+                "--trust-masters"
             )
+
+
+def _place(entry: ModuleEntry) -> tuple[object, ...]:
+    ref = entry.ref
+    return (ref.storage.key, ref.offset_numel, ref.shape, ref.stride)
 
 
 def _name_of(shard: ShardFile) -> str:
