@@ -129,7 +129,9 @@ def test_zenflow_whose_masters_are_of_another_step_says_so(tmp_path: Path) -> No
 
     for path in tag.glob("*optim_states.pt"):
         edit(path, step)
-    report = consolidate(tmp_path / "ckpt", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="pass --trust-masters"):
+        consolidate(tmp_path / "ckpt", tmp_path / "out")
+    report = consolidate(tmp_path / "ckpt", tmp_path / "out", trust_masters=True)
     assert any("masters are of another step than `module`" in note for note in report.notes)
     want = {n: t + 1 for n, t in CASES["zenflow_z2_bf16_w2"].truth["fp32"].items()}
     got = load_output(tmp_path / "out")
