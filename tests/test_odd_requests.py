@@ -14,6 +14,7 @@ from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 from tests.special import copy_of, edit
 
 DEEP = 20_000
+HUGE = {"pp_degree": 1, "tp_degree": 10**9}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,7 @@ def test_what_is_no_path(tmp_path: Path, search_dir: Any) -> None:
     ("name", "pattern", "change"),
     [
         ("moe_z2_bf16_w2", "mp_rank_00*", {"mp_world_size": -1}),
+        ("tp2_z1_fp32_w2", "mp_rank_00*", {"checkpoint_parallel_dimensions": HUGE}),
         ("moe_z2_bf16_w2", "mp_rank_00*", {"num_experts": [10**9, 10**9]}),
         ("kitchen_z3_bf16_w2", "*rank_0_*model_states.pt", {"dp_world_size": 10**9}),
     ],

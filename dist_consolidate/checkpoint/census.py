@@ -11,6 +11,8 @@ from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.checkpoint.writers import plain_name
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
+_MAX_INDICES = 100_000
+
 
 def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> None:
     """Refuse stages of a pipeline that has no layer files.
@@ -22,7 +24,13 @@ def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> N
 
     Raises:
         UnsupportedLayoutError: If there are any.
+        CheckpointError: If the recorded size is none that a cluster has.
     """
+    if grid.size > _MAX_INDICES:
+        raise CheckpointError(
+            f"{folder.path / model.shard.name}: records a model-parallel size of {grid.size}; "
+            "this is not what DeepSpeed writes"
+        )
     if grid.num_stages > 1 and model.module is not None:
         raise UnsupportedLayoutError(
             f"{folder.path}: records {grid.num_stages} pipeline stages, but {model.shard.name} has "
