@@ -15,6 +15,7 @@ import math
 import re
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,14 @@ class ZipRecords:
         entry, offset = self.record(name), self.data_offset_bytes(name)
         with self.path.open("rb") as stream:
             stream.seek(offset)
-            return stream.read(entry.file_size)
+            data = stream.read(entry.file_size)
+        # torch can be told to compute no CRC; then it is 0.
+        if entry.CRC and zlib.crc32(data) != entry.CRC:
+            raise CheckpointError(
+                f"{self.path}: record {name!r} has another CRC-32 than the archive's directory "
+                "says; the file is damaged: copy it again or save again"
+            )
+        return data
 
 
 class Archive:

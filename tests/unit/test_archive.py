@@ -151,6 +151,19 @@ def test_other_checksums_and_alignments(tmp_path):
         assert tensor_bytes(path, archive, archive.tree[name]) == bits(tensor).numpy().tobytes()
 
 
+@pytest.mark.parametrize("bit", [0, 3, 7])
+def test_a_flipped_bit_in_the_pickle(saved, bit):
+    """The archive's directory knows the pickle's checksum."""
+    with zipfile.ZipFile(saved) as archive:
+        (info,) = (item for item in archive.infolist() if item.filename.endswith("/data.pkl"))
+        pickled = archive.read(info)
+    content = bytearray(saved.read_bytes())
+    content[content.index(pickled) + len(pickled) // 2] ^= 1 << bit
+    saved.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"record 'data\.pkl' has another CRC-32"):
+        Archive(saved)
+
+
 def test_records_in_any_order_and_without_byteorder(saved):
     records = dict(reversed(records_of(saved).items()))
     del records["saved_states/byteorder"]
