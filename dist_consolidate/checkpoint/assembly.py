@@ -24,7 +24,14 @@ from dist_consolidate.checkpoint.expert_masters import ExpertOptimState
 from dist_consolidate.checkpoint.experts import Experts
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder, missing_numbers
-from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, FlatSlot, ModuleKey, Source
+from dist_consolidate.checkpoint.model import (
+    Checkpoint,
+    FlatGroup,
+    FlatSlot,
+    ModuleKey,
+    Source,
+    own_source,
+)
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, OptimState
@@ -158,10 +165,7 @@ class Assembly:
     def _hear_witness(
         self, groups: tuple[FlatGroup, ...], partitions: Mapping[str, Source]
     ) -> None:
-        module = {
-            name: Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
-            for name, entry in (self.model.module or {}).items()
-        }
+        module = {name: own_source(entry.span) for name, entry in (self.model.module or {}).items()}
         trust = self.request.trust_masters
         self.notes += witness.hear(self.folder, groups, partitions, module, trust_masters=trust)
 
@@ -238,10 +242,10 @@ class Assembly:
             entry, held = module.get(alias), module.get(name)
             if entry is None or alias in stored or _same_view(entry, held):
                 continue
-            own = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+            own = own_source(entry.span)
             source = stored.get(name)
             if source is None and held is not None:
-                source = Source("module", held.span.shape, held.span.dtype, span=held.span)
+                source = own_source(held.span)
             if source is None or source.shape != own.shape:
                 continue
             with contextlib.suppress(CheckpointError):  # a shard that is not seen here
@@ -261,7 +265,7 @@ class Assembly:
         for name, entry in module.items():
             is_buffer = name in buffers
             own = is_buffer or not (name in partitioned or is_placeholder(name, entry))
-            source = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+            source = own_source(entry.span)
             identity = (
                 entry.span.file,
                 entry.ref.storage.key,

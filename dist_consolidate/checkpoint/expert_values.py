@@ -9,7 +9,7 @@ from types import TracebackType
 
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import is_seen
-from dist_consolidate.checkpoint.model import FlatGroup, Source
+from dist_consolidate.checkpoint.model import FlatGroup, Source, own_source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 
@@ -132,7 +132,7 @@ class Comparison:
             if name in held or not (matrix and span.dtype.is_floating and seen):
                 continue
             num_numel = min(END_NUMEL, span.num_numel // 2)
-            source = Source("module", span.shape, span.dtype, span=span)
+            source = own_source(span)
             first = _piece(source, 0, num_numel)
             last = _piece(source, span.num_numel - num_numel, num_numel)
             if self._copies.of(first, span.dtype) != self._copies.of(last, span.dtype):
@@ -166,12 +166,12 @@ class Comparison:
 
     def _equal(self, source: Source, entry: ModuleEntry, prints: Fingerprints, whole: bool) -> bool:
         dtype = entry.span.dtype
-        copy = Source("module", entry.span.shape, dtype, span=entry.span)
+        copy = own_source(entry.span)
         pairs = [(source, copy)] if whole else zip(_ends(source), _ends(copy), strict=True)
         return all(prints.of(one, dtype) == self._copies.of(other, dtype) for one, other in pairs)
 
     def _loses(self, entry: ModuleEntry, source: Source, prints: Fingerprints) -> bool:
-        copy = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+        copy = own_source(entry.span)
         return prints.of(source, source.dtype) != self._copies.of(copy, source.dtype)
 
     def _is_seen(self, name: str, layout: Layout) -> bool:

@@ -98,6 +98,18 @@ class Source:
         return math.prod(self.shape)
 
 
+def own_source(span: TensorSpan) -> Source:
+    """Give a tensor's own copy in the model states (or a layer's, or an expert's) as a source.
+
+    Args:
+        span: Where it lies.
+
+    Returns:
+        The source, of the shape and element type on disk.
+    """
+    return Source("module", span.shape, span.dtype, span=span)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModuleKey:
     """One key of ``module``, as far as planning needs it.

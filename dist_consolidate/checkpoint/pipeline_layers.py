@@ -16,8 +16,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from dist_consolidate.checkpoint.layout import TagFolder
-from dist_consolidate.checkpoint.model import Checkpoint, ModuleKey, Source
-from dist_consolidate.checkpoint.pipeline_names import TIED, entry_source, layer_of
+from dist_consolidate.checkpoint.model import Checkpoint, ModuleKey, Source, own_source
+from dist_consolidate.checkpoint.pipeline_names import TIED, layer_of
 from dist_consolidate.checkpoint.pipeline_ties import TiedModule, find_ties
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.states import ModuleEntry, TensorsState
@@ -282,4 +282,4 @@ class _Naming:
 def _module_key(entry: ModuleEntry, is_buffer: bool) -> ModuleKey:
     identity = (entry.span.file, entry.ref.storage.key, entry.ref.offset_numel)
     kind = (entry.ref.shape, entry.ref.stride, entry.ref.dtype.name)
-    return ModuleKey(entry.ref.shape, identity + kind, entry_source(entry), is_buffer)
+    return ModuleKey(entry.ref.shape, identity + kind, own_source(entry.span), is_buffer)

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
-from dist_consolidate.checkpoint.model import Source
-from dist_consolidate.checkpoint.pipeline_names import entry_source
+from dist_consolidate.checkpoint.model import Source, own_source
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.stage0 import Master, narrow
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, TensorsState
@@ -95,7 +94,7 @@ class _Matching:
         self.alike: dict[tuple[object, ...], list[int]] = {}
         for index, place in enumerate(self.places):
             span = place.entry.span
-            print_ = values.of(0, entry_source(place.entry), span.dtype)
+            print_ = values.of(0, own_source(place.entry.span), span.dtype)
             self.alike.setdefault((span.shape, span.dtype.name, print_), []).append(index)
         self.settled: dict[int, tuple[int, TensorSpan]] = {}
 
@@ -214,7 +213,7 @@ class _Matching:
         if len(members) >= len(places) or self.values.is_telling(0, _source(span)):
             return True
         # More tensors than masters: it does not matter where the master is no more precise.
-        return self.values.of(0, entry_source(place), span.dtype) in exact
+        return self.values.of(0, own_source(place.span), span.dtype) in exact
 
     def _settle_by_order(
         self, unclear: Sequence[tuple[int, Master]], found: Sequence[tuple[int, Master]]

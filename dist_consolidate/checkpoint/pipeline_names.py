@@ -8,9 +8,6 @@ Source: DeepSpeed's ``runtime/pipe/module.py`` (``_build``).
 
 from __future__ import annotations
 
-from dist_consolidate.checkpoint.model import Source
-from dist_consolidate.checkpoint.states import ModuleEntry
-
 TIED = "tied_modules."
 _MAX_DIGITS = 10  # no pipeline has so many layers
 
@@ -28,8 +25,3 @@ def tie_of(name: str) -> tuple[str, str] | None:
         return None
     tie, _, key = name.removeprefix(TIED).partition(".")
     return tie, key
-
-
-def entry_source(entry: ModuleEntry) -> Source:
-    """Give a layer file's tensor as a source."""
-    return Source("module", entry.span.shape, entry.span.dtype, span=entry.span)

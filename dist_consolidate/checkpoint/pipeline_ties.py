@@ -12,8 +12,8 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from dist_consolidate.checkpoint.model import Checkpoint, Source
-from dist_consolidate.checkpoint.pipeline_names import entry_source, tie_of
+from dist_consolidate.checkpoint.model import Checkpoint, Source, own_source
+from dist_consolidate.checkpoint.pipeline_names import tie_of
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.states import ModuleEntry, TensorsState
 from dist_consolidate.errors import Problems
@@ -137,7 +137,7 @@ def _holds(file: TensorsState, stage: int, masters: Mapping[str, Source], values
         if entry is None or entry.span.shape != source.shape:
             return False
     agree = all(
-        values.agree(stage, source, stage, entry_source(file.entries[key]))
+        values.agree(stage, source, stage, own_source(file.entries[key].span))
         for key, source in masters.items()
     )
     # All ones, say, may as well be a frozen layer's: that is then written as a layer of its own.
@@ -148,4 +148,4 @@ def _same(entry: ModuleEntry, other: ModuleEntry | None, values: Values) -> bool
     kind = (entry.span.shape, entry.span.dtype)
     if other is None or kind != (other.span.shape, other.span.dtype):
         return False
-    return values.agree(0, entry_source(entry), 0, entry_source(other))
+    return values.agree(0, own_source(entry.span), 0, own_source(other.span))

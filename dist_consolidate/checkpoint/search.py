@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, in_order, list_shards
-from dist_consolidate.checkpoint.model import Source
+from dist_consolidate.checkpoint.model import own_source
 from dist_consolidate.checkpoint.model_states import read_model_state
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState
@@ -186,7 +186,7 @@ def _different_tensor(ours: ModelState, theirs: ModelState, one: Path, other: Pa
                 return f"differ in the shape or element type of {name}"
             if name in (ours.buffer_names or ()):
                 continue
-            a, b = (Source("module", s.shape, s.dtype, span=s) for s in spans)
+            a, b = (own_source(s) for s in spans)
             if mine.of(a, a.dtype) != its.of(b, b.dtype):
                 return f"differ in the values of {name}"
     finally:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
-from dist_consolidate.checkpoint.model import Source
+from dist_consolidate.checkpoint.model import Source, own_source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 from dist_consolidate.dtypes import DType
@@ -96,7 +96,7 @@ class _Matching:
     def _places_by_print(self) -> dict[tuple[object, ...], list[int]]:
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, entry in enumerate(self.entries):
-            source = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+            source = own_source(entry.span)
             dtype = entry.span.dtype
             key = (entry.span.shape, dtype.name, self.prints.of(source, dtype))
             alike.setdefault(key, []).append(place)
@@ -118,7 +118,7 @@ class _Matching:
         return sorted(places)
 
     def _rounded(self, span: TensorSpan, dtype: DType) -> bytes:
-        return self.prints.of(Source("module", span.shape, span.dtype, span=span), dtype)
+        return self.prints.of(own_source(span), dtype)
 
     def _cut(self, group: int, flat: TensorSpan) -> list[Master]:
         """Cut a flat master where the views of its 16-bit twin begin and end."""
@@ -141,7 +141,7 @@ class _Matching:
         return all(self._agree(_view(flat, entry), entry) for entry in entries)
 
     def _agree(self, span: TensorSpan, entry: ModuleEntry) -> bool:
-        theirs = Source("module", entry.span.shape, entry.span.dtype, span=entry.span)
+        theirs = own_source(entry.span)
         return self._rounded(span, entry.span.dtype) == self.prints.of(theirs, entry.span.dtype)
 
     def _named(self, found: list[Master]) -> dict[str, Source]:
@@ -226,10 +226,7 @@ def _settle_equal(found: list[Master], prints: Fingerprints) -> None:
         if len(master.places) > 1:
             alike.setdefault(tuple(master.places), []).append(master)
     for places, same in alike.items():
-        exact = {
-            prints.of(Source("module", m.span.shape, m.span.dtype, span=m.span), m.span.dtype)
-            for m in same
-        }
+        exact = {prints.of(own_source(m.span), m.span.dtype) for m in same}
         if len(exact) == 1 and len(same) == len(places):
             for master, place in zip(same, places, strict=True):
                 master.places = [place]

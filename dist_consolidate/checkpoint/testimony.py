@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
+from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source, own_source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, Shapes
 from dist_consolidate.errors import Problems
@@ -188,8 +188,7 @@ def confirm(
     """
     if not testified:
         return
-    check = _Check(folder, model, groups, sources, testified)
-    check.trust_masters = trust_masters
+    check = _Check(folder, model, groups, sources, testified, trust_masters=trust_masters)
     try:
         moved = [name for name in testified if sources[name].slot is not None]
         columns = [name for name in testified if sources[name].slot is None]
@@ -211,10 +210,11 @@ class _Check:
         groups: Sequence[FlatGroup],
         sources: Mapping[str, Source],
         testified: Mapping[str, FlatSlot],
+        *,
+        trust_masters: bool,
     ) -> None:
         self.module, self.sources, self.testified = model.module or {}, sources, testified
-        self.shard = model.shard.name
-        self.trust_masters = False
+        self.shard, self.trust_masters = model.shard.name, trust_masters
         self.prints = Fingerprints(folder, groups)
 
     def moved(self, names: Sequence[str], problems: Problems, notes: list[str]) -> None:
@@ -261,7 +261,7 @@ class _Check:
 
     def _agrees(self, name: str) -> bool:
         view = self.module[name].span
-        theirs = Source("module", view.shape, view.dtype, span=view)
+        theirs = own_source(view)
         ours = self.sources[name]
         return self.prints.of(ours, view.dtype) == self.prints.of(theirs, view.dtype)
 
@@ -275,7 +275,7 @@ class _Check:
             span = dataclasses.replace(
                 view, offset_bytes=place, shape=(rows,), stride=(view.stride[0],)
             )
-            theirs = Source("module", (rows,), view.dtype, span=span)
+            theirs = own_source(span)
             slot = self.testified[name]
             slot = dataclasses.replace(slot, offset_numel=slot.offset_numel + column * rows)
             ours = Source(source.origin, (rows,), source.dtype, slot)

@@ -22,7 +22,7 @@ from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.extents import contiguous_stride
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
-from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
+from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source, own_source
 from dist_consolidate.checkpoint.parallel import find_grid
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
@@ -194,8 +194,7 @@ class _Universal(Assembly):
                 continue
             for name in sorted(buffers & ours.keys()):
                 pair = [
-                    prints.of(Source("module", s.shape, s.dtype, span=s), s.dtype)
-                    for s in (ours[name].span, theirs[name].span)
+                    prints.of(own_source(s), s.dtype) for s in (ours[name].span, theirs[name].span)
                 ]
                 if pair[0] != pair[1]:
                     self.problems.add(
@@ -231,7 +230,7 @@ class _Universal(Assembly):
         wrong = []
         for name in spread(names, _MAX_COMPARED):
             view = module[name].span
-            theirs = Source("module", view.shape, view.dtype, span=view)
+            theirs = own_source(view)
             if prints.of(sources[name], view.dtype) != prints.of(theirs, view.dtype):
                 wrong.append(name)
         prints.close()
