@@ -92,6 +92,7 @@ def _add_who(made: argparse.ArgumentParser) -> None:
     add("--bucket-size", metavar="SIZE", help="passed on if given")
     add("--device", choices=("cpu", "cuda"), help="passed on if given")
     add("--max-shard-size", metavar="SIZE", default="5GB", help="of everyone's output files")
+    add("--ties", choices=("copy", "drop"), default="copy", help="zero_to_fp32 writes each once")
     add("--all", action="store_true", help="every combination, not only a sensible set")
     add("--null-writer", action="store_true", help="ours write nothing: all before the disk")
     add("--bare-collective", action="store_true", help="the collectives of allgather alone")
@@ -147,7 +148,7 @@ def choice_asked(options: argparse.Namespace) -> Choice:
     formats, dtypes = _unique(options.formats), _unique(options.dtypes)
     every = tuple(Kind(*pair) for pair in itertools.product(formats, dtypes))
     extra: list[str] = []
-    for name in ("bucket_size", "device", "max_shard_size"):
+    for name in ("bucket_size", "device", "max_shard_size", "ties"):
         if (value := getattr(options, name)) is not None:
             extra += [f"--{name.replace('_', '-')}", value]
     size = options.bucket_size
@@ -231,7 +232,8 @@ def measure(
     for stage in _unique(options.stage):
         log(f"stage {stage}: writing {size.num_params / 1e6:.1f}M parameters")
         place = arena.make_checkpoint(stage, options.shards, size.layers, size.width)
-        place = arena.make_references(place, written_kinds(contenders), options.max_shard_size)
+        extra = ("--max-shard-size", options.max_shard_size, "--ties", options.ties)
+        place = arena.make_references(place, written_kinds(contenders), extra)
         caches = _unique(options.cache)
         runs = list(_rounds(options, contenders, arena, place, stage))
         growth = _growth(contenders, arena, place, stage) if options.growth else []

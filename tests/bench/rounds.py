@@ -103,14 +103,14 @@ class Arena:
         )
 
     def make_references(
-        self, place: Place, kinds: Sequence[Kind], max_shard_size: str = "5GB"
+        self, place: Place, kinds: Sequence[Kind], extra: Sequence[str] = ()
     ) -> Place:
         """Make the result of each kind: what cp copies, and what all others are compared with."""
         sizes = {}
         for kind in kinds:
             out = place.reference_of(kind)
             command = [*PYTHON, "tests.bench.runner", str(place.checkpoint), str(out)]
-            self._run([*command, *kind.options, "--max-shard-size", max_shard_size])
+            self._run([*command, *kind.options, *extra])
             sizes[kind] = sum(path.stat().st_size for path in _weight_files(out))
         return dataclasses.replace(place, kind_bytes=sizes)
 
