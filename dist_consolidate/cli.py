@@ -91,12 +91,12 @@ def _tell(error: Exception, leads: bool) -> None:
     shared = isinstance(error, ConsolidateError) and error.agreed
     # What is wrong with a machine is told once for each of them.
     local = isinstance(error, UsageError) and os.environ.get("LOCAL_RANK", "0") != "0"
-    if not leads and (shared or local):
-        return
-    print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
+    if leads or not (shared or local):
+        print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        # torchrun ends with a summary of its own; with this file the reason stands in it.
+        # torchrun ends with a summary of its own, of the rank that ended first, whichever that
+        # was: with this file the reason stands in it.
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         message = {"message": {"message": text, "extraInfo": extra}}
         with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import pytest
 
 from dist_consolidate import __version__
 from dist_consolidate.arguments import parse
-from dist_consolidate.cli import _summary, main
-from dist_consolidate.errors import UsageError
+from dist_consolidate.cli import _summary, _tell, main
+from dist_consolidate.errors import CheckpointError, UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.report import RankReport, Report
 from tests.cases import CASES, assert_same_bits, load_output
@@ -314,3 +315,15 @@ def test_a_dry_run_names_neighbours_that_do_the_same_together():
         f"ranks 2 to 3: each reads 1 KB, writes 2 KB, {each}",
         f"rank 4: reads 0 B, writes 0 B, {each}",
     ]
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_torchrun_gets_the_reason_from_whichever_rank_ends_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], leads: bool
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    error = CheckpointError("a.pt: empty")
+    error.agreed = True
+    _tell(error, leads)
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "a.pt: empty"
+    assert ("a.pt: empty" in capsys.readouterr().err) is leads
