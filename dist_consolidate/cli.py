@@ -20,6 +20,7 @@ from dist_consolidate.api import run
 from dist_consolidate.arguments import parse
 from dist_consolidate.errors import Caught, ConsolidateError, UsageError
 from dist_consolidate.runtime.control import exit_code
+from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    # RANK alone, without a world, is somebody else's variable.
-    leads = os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+    launched = _launched()
+    leads = launched.rank == 0
     for stream in (sys.stdout, sys.stderr):
         # Names may hold what the terminal's encoding does not.
         if isinstance(stream, io.TextIOWrapper):
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def tell(error: Exception) -> None:
         told.append(error)
-        _tell(error, leads)
+        _tell(error, launched)
 
     try:
         with (caught := Caught()):
@@ -84,14 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _tell(error: Exception, leads: bool) -> None:
+def _launched() -> Launched:
+    """Tell which rank this is; what is wrong with the environment is told later, by every rank."""
+    try:
+        return find_launched()
+    except UsageError:
+        return Launched()
+
+
+def _tell(error: Exception, launched: Launched) -> None:
     """Say what went wrong, to people and to torchrun: once, where all ranks know the same."""
     known = isinstance(error, ConsolidateError)
     text = str(error) if known else "".join(traceback.format_exception(error))
     shared = isinstance(error, ConsolidateError) and error.agreed
     # What is wrong with a machine is told once for each of them.
-    local = isinstance(error, UsageError) and os.environ.get("LOCAL_RANK", "0") != "0"
-    if leads or not (shared or local):
+    local = isinstance(error, UsageError) and bool(launched.local_rank)
+    if launched.rank == 0 or not (shared or local):
         print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

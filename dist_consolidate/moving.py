@@ -118,7 +118,7 @@ class _Direct:
         return (*(self._forecast(self._share(owned)) for owned in self._owned), *idle)
 
     def _forecast(self, share: Share) -> RankReport:
-        threads = min(_num_threads(), share.num_buckets)
+        threads = min(_num_threads(self._world.local_size), share.num_buckets)
         memory_bytes = int(threads * share.max_bucket_bytes * (1 + self._ratio))
         return RankReport(share.num_read_bytes, share.num_bytes, share.num_buckets, memory_bytes)
 
@@ -134,17 +134,16 @@ class _Direct:
             files=paths,
             checksums=self._checksums,
             io=self._options.io,
-            num_threads=_num_threads(),
+            num_threads=_num_threads(self._world.local_size),
         )
         move = DirectMove(work)
         return self._world.control.together(move.run, move.stop, move.progress)
 
 
-def _num_threads() -> int:
+def _num_threads(local_size: int) -> int:
     """Two at least keep a disk busy; more of them than cores only wait for each other."""
     cores = len(os.sched_getaffinity(0))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(2, min(cores // ranks, _MAX_THREADS))
+    return max(2, min(cores // local_size, _MAX_THREADS))
 
 
 class _Exchange:

@@ -1,25 +1,23 @@
 """Who am I: rank, size, device, and the process groups to talk over.
 
-A run is one plain process, a process started by torchrun, or a rank of a process group that
-the caller has initialized already.
+A run is one plain process, a process that a launcher started beside others, or a rank of a process
+group that the caller has initialized already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.errors import UsageError
 from dist_consolidate.runtime.control import TIMEOUT, Control
+from dist_consolidate.runtime.launched import Launched, find_launched
 
 if TYPE_CHECKING:
     import torch
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +30,7 @@ class World:
         found_device: Where weights pass through; ``None`` where nobody looked, because one process
             on its own needs none.
         control: The control plane.
+        local_size: Number of processes on this host, as far as the launcher says.
         data_group: The process group that carries weights.
         data_group_carries_device: Whether it takes the device's memory as it is.
     """
@@ -40,6 +39,7 @@ class World:
     size: int
     found_device: torch.device | None
     control: Control
+    local_size: int = 1
     data_group: Any = None
     data_group_carries_device: bool = True
 
@@ -54,33 +54,6 @@ class World:
     def has_accelerator(self) -> bool:
         """Whether that is another device than the CPU."""
         return self.found_device is not None and self.found_device.type != "cpu"
-
-
-def launched_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Tell rank and size from torchrun's variables; ``(0, 1)`` for a plain process.
-
-    Args:
-        environ: The environment.
-
-    Returns:
-        Rank and number of ranks.
-
-    Raises:
-        UsageError: If the variables are set by half or hold no numbers.
-    """
-    present = [name for name in _TORCHRUN if name in environ]
-    if "RANK" not in present or "WORLD_SIZE" not in present:
-        return 0, 1
-    missing = [name for name in _TORCHRUN if name not in environ]
-    values = {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
-    if not all(value.isascii() and value.isdigit() for value in values.values()):
-        raise UsageError(f"RANK and WORLD_SIZE must be numbers; found {values}")
-    rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
-    if size > 1 and missing:
-        raise UsageError(f"{' and '.join(missing)} not set beside RANK; start with torchrun")
-    if not 0 <= rank < size:
-        raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {size}")
-    return rank, size
 
 
 def choose_device(request: str, local_rank: int) -> torch.device:
@@ -108,24 +81,22 @@ def choose_device(request: str, local_rank: int) -> torch.device:
     return torch.device(found.type, local_rank % torch.accelerator.device_count())
 
 
-def _device_index(environ: Mapping[str, str]) -> int:
+def _device_index(launched: Launched) -> int:
     """Give the rank's number on its host; in a group without one, the caller's current device."""
     import torch
 
-    if "LOCAL_RANK" not in environ and _is_initialized() and torch.accelerator.is_available():
+    if launched.local_rank is not None:
+        return launched.local_rank
+    if _is_initialized() and torch.accelerator.is_available():
         return torch.accelerator.current_device_index()
-    value = environ.get("LOCAL_RANK", "0")
-    if not (value.isascii() and value.isdigit()):
-        raise UsageError(f"LOCAL_RANK must be a number; found {value!r}")
-    return int(value)
+    return 0
 
 
-def _backend(device: torch.device, environ: Mapping[str, str]) -> str:
+def _backend(device: torch.device, local_size: int) -> str:
     """NCCL (or its like) for accelerators, gloo for CPUs and where ranks share an accelerator."""
     import torch
     import torch.distributed as dist
 
-    local_size = int(environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cpu" or local_size > torch.accelerator.device_count():
         return "gloo"
     return dist.get_default_backend_for_device(device)
@@ -145,7 +116,7 @@ def join_world(device_request: str, *, launch: bool, lean: bool = False) -> Iter
     Args:
         device_request: ``auto``, ``cpu`` or ``cuda``.
         lean: A process on its own needs no device; torch is not imported to look for one.
-        launch: Initialize the default process group from torchrun's variables, if there is none.
+        launch: Initialize the default process group as the launcher says, if there is none.
 
     Yields:
         This rank's world.
@@ -153,16 +124,25 @@ def join_world(device_request: str, *, launch: bool, lean: bool = False) -> Iter
     Raises:
         UsageError: If the environment or the device is wrong.
     """
-    rank, size = launched_rank() if launch else (0, 1)
+    launched = find_launched() if launch else _hints()
+    size = launched.size if launch else 1
     if lean and size == 1 and not _is_initialized():
         yield World(0, 1, None, Control(0, 1))
         return
-    device = choose_device(device_request, _device_index(os.environ))
+    device = choose_device(device_request, _device_index(launched))
     with _current_device(device):
         if size > 1 or _is_initialized():
-            yield from _distributed(device, rank, size)
+            yield from _distributed(device, launched)
         else:
             yield World(0, 1, device, Control(0, 1))
+
+
+def _hints() -> Launched:
+    """Say what the environment tells of a group that the caller has made, if it makes sense."""
+    try:
+        return find_launched()
+    except UsageError:
+        return Launched()
 
 
 def _is_initialized() -> bool:
@@ -188,23 +168,33 @@ def _current_device(device: torch.device) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
-def _distributed(device: torch.device, rank: int, size: int) -> Iterator[World]:
+def _distributed(device: torch.device, launched: Launched) -> Iterator[World]:
     import torch.distributed as dist
 
+    local_size = launched.local_size or 1
     ours = not dist.is_initialized()
     if ours:
-        backend = _backend(device, os.environ)
-        options: dict[str, Any] = {} if backend == "gloo" else {"device_id": device}
-        dist.init_process_group(backend, rank=rank, world_size=size, **options)
+        _meet(device, launched, _backend(device, local_size))
     group = None
     try:
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         rank, size = dist.get_rank(), dist.get_world_size()
         carries = device.type == "cpu" or _default_group_carries(device)
         data_group = group if device.type == "cpu" or not carries else dist.group.WORLD
-        yield World(rank, size, device, Control(rank, size, group), data_group, carries)
+        control = Control(rank, size, group)
+        yield World(rank, size, device, control, local_size, data_group, carries)
     finally:
         if group is not None:
             dist.destroy_process_group(group)
         if ours:
             dist.destroy_process_group()
+
+
+def _meet(device: torch.device, launched: Launched, backend: str) -> None:
+    """Initialize the default process group."""
+    import torch.distributed as dist
+
+    options: dict[str, Any] = {} if backend == "gloo" else {"device_id": device}
+    if launched.launcher != "torchrun":  # torchrun's agent may hold the store already
+        options["init_method"] = f"tcp://{launched.address}:{launched.port}"
+    dist.init_process_group(backend, rank=launched.rank, world_size=launched.size, **options)

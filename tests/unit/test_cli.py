@@ -16,6 +16,7 @@ from dist_consolidate.cli import _summary, _tell, main
 from dist_consolidate.errors import CheckpointError, UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.report import RankReport, Report
+from dist_consolidate.runtime.launched import Launched
 from tests.cases import CASES, assert_same_bits, load_output
 from tests.synthetic import Param, Spec, write
 
@@ -43,6 +44,7 @@ def run_apart(*arguments: str, rank: str | None = None) -> subprocess.CompletedP
     environment = {k: v for k, v in os.environ.items() if k != "RANK"}
     if rank is not None:
         environment |= {"RANK": rank, "WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     return subprocess.run(
         [sys.executable, "-c", WATCHED, *arguments],
         cwd=ROOT,
@@ -324,6 +326,6 @@ def test_torchrun_gets_the_reason_from_whichever_rank_ends_first(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     error = CheckpointError("a.pt: empty")
     error.agreed = True
-    _tell(error, leads)
+    _tell(error, Launched("torchrun", 0 if leads else 1, 2))
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "a.pt: empty"
     assert ("a.pt: empty" in capsys.readouterr().err) is leads

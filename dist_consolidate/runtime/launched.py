@@ -1,0 +1,91 @@
+"""Who started this process, and as which rank of how many: found in the environment.
+
+Cheap on purpose: neither torch nor MPI is imported to answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from dist_consolidate.errors import UsageError
+
+Launcher = Literal["plain", "torchrun", "slurm", "mpi"]
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """One process as its launcher sees it.
+
+    Attributes:
+        launcher: Who started it; ``plain`` for a process on its own.
+        rank: This process.
+        size: Number of processes.
+        local_rank: Its number on its host; ``None`` where the launcher does not say.
+        local_size: Number of processes on its host; ``None`` where the launcher does not say.
+        address: Where rank 0 can be met; ``None`` for a process on its own.
+        port: The port there.
+    """
+
+    launcher: Launcher = "plain"
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    local_size: int | None = None
+    address: str | None = None
+    port: int | None = None
+
+
+def find_launched(environ: Mapping[str, str] = os.environ) -> Launched:
+    """Tell who started this process.
+
+    Args:
+        environ: The environment.
+
+    Returns:
+        What the launcher says; a process on its own where there is none.
+
+    Raises:
+        UsageError: If a launcher's variables are set by half or hold no numbers.
+    """
+    return _torchrun(environ) or Launched()
+
+
+def _torchrun(environ: Mapping[str, str]) -> Launched | None:
+    """Read torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
+    # RANK alone, without a world, is somebody else's variable.
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    rank, size = (number(environ, name) for name in ("RANK", "WORLD_SIZE"))
+    missing = [name for name in _TORCHRUN if name not in environ]
+    if size > 1 and missing:
+        raise UsageError(f"{' and '.join(missing)} not set beside RANK; start with torchrun")
+    if not 0 <= rank < size:
+        raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {size}")
+    return Launched(
+        "torchrun",
+        rank,
+        size,
+        number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else None,
+        number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
+        environ.get("MASTER_ADDR"),
+        number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,
+    )
+
+
+def number(environ: Mapping[str, str], name: str) -> int:
+    """Read a variable that must be set and hold a number of at most nine digits.
+
+    Raises:
+        UsageError: If it does not.
+    """
+    value = environ.get(name)
+    if value is None:
+        raise UsageError(f"{name} is not set")
+    if not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise UsageError(f"{name} must be a number; found {value!r}")
+    return int(value)
