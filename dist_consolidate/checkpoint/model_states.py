@@ -24,6 +24,7 @@ from dist_consolidate.checkpoint.pickled import (
     wrong,
 )
 from dist_consolidate.checkpoint.plain import plain_mapping
+from dist_consolidate.checkpoint.same_run import settings_of
 from dist_consolidate.checkpoint.states import (
     ModelState,
     ModuleEntry,
@@ -89,6 +90,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         is_partitioned="single_partition_of_fp32_groups"
         in (as_mapping(tree.get("optimizer")) or {}),
         universal_info=plain_mapping(tree.get("universal_checkpoint_info")),
+        settings=settings_of(tree.get("ds_config")),
     )
 
 

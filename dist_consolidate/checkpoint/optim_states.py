@@ -21,6 +21,7 @@ from dist_consolidate.checkpoint.pickled import (
     wrong,
 )
 from dist_consolidate.checkpoint.plain import plain_mapping
+from dist_consolidate.checkpoint.same_run import settings_of
 from dist_consolidate.checkpoint.states import (
     OptimState,
 )
@@ -67,6 +68,7 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         slices=_slices(state.get("param_slice_mappings")),
         experts=facts_of_optim(tree, state),
         universal_info=plain_mapping(state.get("universal_checkpoint_info")),
+        settings=settings_of(tree.get("ds_config")),
         swap_ids=() if rounds else tuple(map(_swap_id, state[key])),
     )
 

@@ -15,6 +15,7 @@ from dist_consolidate.checkpoint.expert_states import (
 )
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
+from dist_consolidate.checkpoint.same_run import Settings
 from dist_consolidate.checkpoint.unpickle import TensorRef
 
 Shapes = dict[str, tuple[int, ...]]
@@ -61,6 +62,7 @@ class ModelState:
         is_partitioned: Whether ``optimizer`` is one rank's share of a partitioned optimizer, whose
             files lie beside this one.
         universal_info: ``universal_checkpoint_info`` in plain values: the tensor-parallel layout.
+        settings: What the configuration has for all ranks, where it was pickled as a dict.
     """
 
     shard: ShardFile
@@ -84,6 +86,7 @@ class ModelState:
     moments: tuple[TensorSpan, ...] = ()
     is_partitioned: bool = False
     universal_info: Mapping[str, Any] | None = None
+    settings: Settings | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class OptimState:
         rounds: Of the first stage-1 optimizer, each group's parts, one for each communication
             interval; ``parts`` has the first of them.
         swap_ids: What names the file of each part that the swapper may have emptied.
+        settings: As in :class:`ModelState`.
     """
 
     shard: ShardFile
@@ -154,6 +158,7 @@ class OptimState:
     universal_info: Mapping[str, Any] | None = None
     swap_ids: tuple[str | None, ...] = ()
     rounds: tuple[tuple[TensorSpan, ...], ...] = ()
+    settings: Settings | None = None
 
     @property
     def num_ranks(self) -> int:
