@@ -12,6 +12,7 @@ from dist_consolidate.checkpoint import (
     expert_fused,
     expert_groups,
     expert_masters,
+    rank_files,
     sixteen_bit,
     stage0,
     swapped,
@@ -115,7 +116,9 @@ class Assembly:
             )
         if self.stage == 3:
             optims = swapped.fill(self.folder, self.model, self.optims, self.problems)
-            return zero3.build(self.model, optims, self.problems)
+            groups, sources = zero3.build(self.model, optims, self.problems)
+            self._check_ranks(groups, self.optims)
+            return groups, sources
         if self.optims and self.experts is not None:
             folders, problems = self.folder.folders, self.problems
             found = expert_groups.build(
@@ -190,7 +193,16 @@ class Assembly:
                 for name, span in spans.items()
             }
         models = self._other_models()
-        return zero3.frozen(models, self.ranks, first_group, self.problems)
+        groups, sources = zero3.frozen(models, self.ranks, first_group, self.problems)
+        self._check_ranks(groups, [models[rank] for rank in sorted(models)])
+        return groups, sources
+
+    def _check_ranks(
+        self, groups: Sequence[FlatGroup], states: Sequence[OptimState | ModelState]
+    ) -> None:
+        if not self.problems:
+            trust = self.request.trust_masters
+            rank_files.check(self.folder, groups, states, self.problems, trust_masters=trust)
 
     def _check_frozen(self, uneven: set[str]) -> None:
         if uneven:

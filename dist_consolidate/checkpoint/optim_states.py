@@ -12,7 +12,9 @@ from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
 from dist_consolidate.checkpoint.pickled import (
     as_mapping,
+    device_of,
     integer,
+    is_named,
     open_shard,
     param_shapes_of,
     spans,
@@ -69,6 +71,8 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         experts=facts_of_optim(tree, state),
         universal_info=plain_mapping(state.get("universal_checkpoint_info")),
         settings=settings_of(tree.get("ds_config")),
+        is_named=is_named(archive),
+        device=device_of(() if rounds else state[key]),
         swap_ids=() if rounds else tuple(map(_swap_id, state[key])),
     )
 

@@ -63,6 +63,8 @@ class ModelState:
             files lie beside this one.
         universal_info: ``universal_checkpoint_info`` in plain values: the tensor-parallel layout.
         settings: What the configuration has for all ranks, where it was pickled as a dict.
+        is_named: Whether the file remembers its name, and so whose it is.
+        device: Index of the CUDA device that its frozen parameters lay on, where they did.
     """
 
     shard: ShardFile
@@ -87,6 +89,8 @@ class ModelState:
     is_partitioned: bool = False
     universal_info: Mapping[str, Any] | None = None
     settings: Settings | None = None
+    is_named: bool = True
+    device: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +146,8 @@ class OptimState:
             interval; ``parts`` has the first of them.
         swap_ids: What names the file of each part that the swapper may have emptied.
         settings: As in :class:`ModelState`.
+        is_named: As in :class:`ModelState`.
+        device: Index of the CUDA device that its parts lay on, where they did.
     """
 
     shard: ShardFile
@@ -159,6 +165,8 @@ class OptimState:
     swap_ids: tuple[str | None, ...] = ()
     rounds: tuple[tuple[TensorSpan, ...], ...] = ()
     settings: Settings | None = None
+    is_named: bool = True
+    device: int | None = None
 
     @property
     def num_ranks(self) -> int:
