@@ -117,7 +117,7 @@ class Assembly:
         if self.stage == 3:
             optims = swapped.fill(self.folder, self.model, self.optims, self.problems)
             groups, sources = zero3.build(self.model, optims, self.problems)
-            self._check_ranks(groups, self.optims)
+            self._check_owners(groups, self.optims)
             return groups, sources
         if self.optims and self.experts is not None:
             folders, problems = self.folder.folders, self.problems
@@ -194,10 +194,10 @@ class Assembly:
             }
         models = self._other_models()
         groups, sources = zero3.frozen(models, self.ranks, first_group, self.problems)
-        self._check_ranks(groups, [models[rank] for rank in sorted(models)])
+        self._check_owners(groups, [models[rank] for rank in sorted(models)])
         return groups, sources
 
-    def _check_ranks(
+    def _check_owners(
         self, groups: Sequence[FlatGroup], states: Sequence[OptimState | ModelState]
     ) -> None:
         if not self.problems:

@@ -116,8 +116,8 @@ def _check_devices(
         return
     listed = ", ".join(f"{s.shard.name} {s.device}" for s in states[:_MAX_LISTED])
     problems.add(
-        f"{folder.file(states[odd].shard.name)}: was saved from the CUDA device {devices[odd]}, but "
-        f"the ranks of a node have their devices in order ({listed}"
+        f"{folder.file(states[odd].shard.name)}: was saved from the CUDA device {devices[odd]}, "
+        f"but the ranks of a node have their devices in order ({listed}"
         f"{', ...' if len(states) > _MAX_LISTED else ''}); the files look exchanged, and they do "
         "not remember their names. If the run had its ranks on devices in such an order, pass "
         "--trust-masters"
