@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_consolidate import CheckpointError, consolidate
 from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
@@ -74,3 +75,45 @@ def test_real_model_states_of_another_run(tmp_path: Path) -> None:
     source = next(other.rglob("mp_rank_00_model_states.pt"))
     shutil.copy(source, tag / source.name)
     assert "zero_optimization.stage = 1, but 2 is that of mp_rank_00" in refusal(tmp_path)
+
+
+def test_model_states_that_list_other_tensors(tmp_path: Path) -> None:
+    """Under ZeRO-3 rank 1's list the same keys as rank 0's, though nothing is read from them."""
+    _, tag = copy_of("same_module_tie_z3_w2", tmp_path)
+    path = sorted(tag.glob("zero_pp_rank_0*model_states.pt"))[0]
+    edit(path, lambda state: state["module"].update(extra=torch.ones(2)))
+    message = refusal(tmp_path)
+    assert "keys of `module`" in message and path.name in message and "'extra'" in message
+
+
+def test_what_only_one_rank_has_on(tmp_path: Path) -> None:
+    _, tag = copy_of(STAGE_3, tmp_path)
+
+    def offload(state: State) -> None:
+        state["ds_config"]["zero_optimization"]["offload_optimizer"] = {"ratio": 0.5}
+
+    path = sorted(tag.glob("*optim_states.pt"))[1]
+    edit(path, offload)
+    assert f"{path}: its ds_config has zero_optimization.offload_optimizer.ratio" in refusal(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize("allow_16bit", [False, True])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_tensor_rank_without_optimizer_states(
+    index: int, allow_16bit: bool, tmp_path: Path
+) -> None:
+    _, tag = copy_of(TENSOR_PARALLEL, tmp_path)
+    path = tag / f"zero_pp_rank_0_mp_rank_{index:02d}_optim_states.pt"
+    path.unlink()
+    message = refusal(tmp_path, allow_16bit=allow_16bit)
+    assert f"{path}: is missing, and with it every fp32 master" in message
+    assert "different saves" not in message
+
+
+def test_a_universal_checkpoint_without_a_tensor_ranks_model_states(tmp_path: Path) -> None:
+    shutil.copytree(CASES["universal_tp2_z1_fp32_w2"].ckpt, tmp_path / "ckpt")
+    path = next(tmp_path.rglob("mp_rank_01_model_states.pt"))
+    path.unlink()
+    assert f"{path}: is missing" in refusal(tmp_path)

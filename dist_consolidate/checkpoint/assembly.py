@@ -111,8 +111,9 @@ class Assembly:
     def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
         if self.stage == 3 and self.model.zenflow:
             raise UnsupportedLayoutError(
-                f"{self.folder.path}: was trained with ZenFlow under ZeRO-3, where nothing in the "
-                "files tells whether matrices lie transposed; this version does not read those"
+                f"{self.folder.path / self.model.shard.name}: was trained with ZenFlow under "
+                "ZeRO-3, where nothing in the files tells whether matrices lie transposed; this "
+                "version does not read those"
             )
         if self.stage == 3:
             optims = swapped.fill(self.folder, self.model, self.optims, self.problems)
@@ -218,13 +219,15 @@ class Assembly:
         has_frozen = any(math.prod(s) for s in (self.model.frozen_shapes or {}).values())
         kind: Literal["model", "step"] = "model" if has_frozen else "step"
         steps: dict[str, int | None] = {}
-        findings = self.run(self.folder, [Job(kind, shard) for shard in others])
-        for shard, finding in zip(others, findings, strict=True):
+        # One more of them is read whole: it lists the same tensors as rank 0's.
+        jobs = [Job(kind if number else "model", shard) for number, shard in enumerate(others)]
+        for shard, finding in zip(others, self.run(self.folder, jobs), strict=True):
             if isinstance(finding, CheckpointError):
                 self.problems.add(str(finding))
             elif isinstance(finding, ModelState):
-                models[shard.dp_rank or 0] = finding
+                models |= {shard.dp_rank or 0: finding} if has_frozen else {}
                 steps[shard.name] = finding.global_steps
+                census.check_tensors(self.folder, self.model, finding, self.problems)
             elif finding is None or isinstance(finding, int):
                 steps[shard.name] = finding
         census.check_steps(self.folder, self.model, steps, self.problems)

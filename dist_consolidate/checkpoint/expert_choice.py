@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dist_consolidate.checkpoint.expert_values import Comparison, Layout
 from dist_consolidate.checkpoint.experts import parse
 from dist_consolidate.checkpoint.states import ModelState, OptimState
-from dist_consolidate.errors import Problems
+from dist_consolidate.errors import Problems, listed
 
-# Names in a message about values that differ.
-_MAX_SHOWN = 6
 ORDERS = {
     False: "neighbouring ranks hold different experts (the default)",
     True: "neighbouring ranks hold the same experts (use_data_before_expert_parallelism)",
@@ -99,9 +97,10 @@ class Choice:
         return self.comparison.differing(layout, names, whole=whole)
 
     def _refuse(self, names: Sequence[str], condition: str) -> None:
-        shown = [*names[:_MAX_SHOWN], *(["..."] if len(names) > _MAX_SHOWN else [])]
+        module = self.comparison.module
+        files = sorted({module[name].span.file for name in names if name in module})
         self.problems.add(
             f"{len(names)} tensors have other values in `module` and the expert files than in the "
-            f"fp32 partitions (rounded) {condition}: {', '.join(shown)}. A file was exchanged, or "
-            "the files are of different saves"
+            f"fp32 partitions (rounded) {condition}: {listed(names)} (in {listed(files)}). A file "
+            "was exchanged, or the files are of different saves"
         )

@@ -22,7 +22,7 @@ from dist_consolidate.checkpoint.expert_values import END_NUMEL, Comparison, Lay
 from dist_consolidate.checkpoint.experts import ExpertName, Experts, parse
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
-from dist_consolidate.checkpoint.zero12 import check_size, flat_group, slots
+from dist_consolidate.checkpoint.zero12 import check_size, flat_group, holder_of_shapes, slots
 from dist_consolidate.errors import Problems
 
 
@@ -192,7 +192,8 @@ class _Builder:
         places, end_numel = slots(len(self.groups), shapes, padding)
         parts = [self.optims[rank].parts[index] for rank in ranks]
         group = flat_group(label, parts, striped=False, problems=self.problems)
-        check_size(group, end_numel, len(parts), self.problems)
+        recorded_in = holder_of_shapes(self.model, self.optims[0])
+        check_size(group, end_numel, recorded_in, self.problems)
         for name, slot in places.items():
             self._check(label, name, slot)
             self.sources[name] = Source("fp32 partition", shapes[name], group.dtype, slot)

@@ -66,13 +66,15 @@ def read_checkpoint(
         except UnsupportedLayoutError:
             raise
         except CheckpointError as error:
-            problems.add(str(error))
+            counted = f"; {primary.shard.name} is of {grid.size} model-parallel indices"
+            problems.add(f"{error}{counted if index else ''}")
     piped = is_pipeline(folder, primary)
     if piped and len(parts) == grid.size:
         models, optims = [part.model for part in parts], [part.optims for part in parts]
         pipeline.check_stages(folder, grid, models, optims, problems)
     elif not piped:
         census.check_indices(folder, grid.size, problems)
+        census.check_optims(folder, [(part.model, part.optims) for part in parts], problems)
     states = [f for f in findings.values() if isinstance(f, ModelState | OptimState)]
     told = same_run.check(folder, states, problems, trust_masters=request.trust_masters)
     # A layout needs every rank; missing and damaged shards are told first, all together.

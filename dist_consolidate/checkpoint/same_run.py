@@ -80,11 +80,16 @@ def check(
         What to say of it.
     """
     first = states[0]
-    differing = [
-        f"{folder.file(state.shard.name)}: its ds_config has {difference} of {first.shard.name}"
-        for state in states[1:]
-        if (difference := _difference(first.settings, state.settings))
-    ]
+    optim = next((s for s in states if s.shard.role == "optim" and s.settings), None)
+    differing = []
+    for state in states[1:]:
+        other, difference = first, _difference(first.settings, state.settings)
+        if not difference and optim is not None and state.shard.role == "optim":
+            # What a user adds to model states never gets into these: they have the same names, too.
+            other, difference = optim, _difference(optim.settings, state.settings, whole=True)
+        if difference:
+            path = folder.file(state.shard.name)
+            differing.append(f"{path}: its ds_config has {difference} of {other.shard.name}")
     if trust_masters:
         what = "; the files were taken together (--trust-masters)"
         return [f"{text}{what}" for text in differing]
@@ -96,8 +101,13 @@ def check(
     return []
 
 
-def _difference(ours: Settings | None, theirs: Settings | None) -> str:
-    """Name the first setting that both have and that differs; empty if there is none."""
-    mine, its = dict(ours or ()), dict(theirs or ())
-    name = next((name for name, value in mine.items() if its.get(name, value) != value), None)
-    return "" if name is None else f"{name} = {its[name]}, but {mine[name]} is that"
+def _difference(ours: Settings | None, theirs: Settings | None, *, whole: bool = False) -> str:
+    """Name the first setting that differs, of those that both have or of all; empty if none."""
+    if ours is None or theirs is None:
+        return ""
+    mine, its = dict(ours), dict(theirs)
+    names = sorted({*mine, *its}) if whole else [name for name in mine if name in its]
+    name = next((name for name in names if mine.get(name) != its.get(name)), None)
+    if name is None:
+        return ""
+    return f"{name} = {its.get(name, 'nothing')}, but {mine.get(name, 'nothing')} is that"

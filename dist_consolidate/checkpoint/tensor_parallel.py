@@ -161,9 +161,10 @@ class _Merge:
             shards = [shard for shard in found if shard is not None]
             if len(shards) < len(found):
                 rank = found.index(None)
+                having = next(r for r, shard in enumerate(found) if shard is not None)
                 self.problems.add(
-                    f"{name}: has {what} values on other tensor ranks, but not on rank {rank} "
-                    f"({self.files[rank]})"
+                    f"{name}: has {what} values on other tensor ranks ({self.files[having]}), but "
+                    f"not on rank {rank} ({self.files[rank]})"
                 )
                 continue
             source = self._merged(name, shards, is_buffer=False, compared=True)

@@ -21,7 +21,7 @@ from dist_consolidate.checkpoint import census
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.extents import contiguous_stride
 from dist_consolidate.checkpoint.jobs import Job, Runner
-from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, missing_numbers
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source, own_source
 from dist_consolidate.checkpoint.parallel import find_grid
 from dist_consolidate.checkpoint.request import Request
@@ -65,6 +65,12 @@ def read(folder: TagFolder, run: Runner, request: Request) -> Checkpoint:
             models.append(finding)
         elif isinstance(finding, CheckpointError):
             problems.add(str(finding))
+    size = find_grid(folder, models[0]).size if models else 0
+    for index in missing_numbers(size, {shard.mp_rank for shard in (first, *others)}):
+        name = first.name.replace("mp_rank_00", f"mp_rank_{index:02d}")
+        problems.add(
+            f"{folder.path / name}: is missing; {first.name} is of {size} model-parallel indices"
+        )
     problems.raise_if_any(f"{folder.path}: the universal checkpoint cannot be read")
     return _Universal(folder, models, run, request).checkpoint()
 
