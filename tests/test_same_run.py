@@ -80,7 +80,7 @@ def test_real_model_states_of_another_run(tmp_path: Path) -> None:
 def test_model_states_that_list_other_tensors(tmp_path: Path) -> None:
     """Under ZeRO-3 rank 1's list the same keys as rank 0's, though nothing is read from them."""
     _, tag = copy_of("same_module_tie_z3_w2", tmp_path)
-    path = sorted(tag.glob("zero_pp_rank_0*model_states.pt"))[0]
+    path = min(tag.glob("zero_pp_rank_0*model_states.pt"))
     edit(path, lambda state: state["module"].update(extra=torch.ones(2)))
     message = refusal(tmp_path)
     assert "keys of `module`" in message and path.name in message and "'extra'" in message

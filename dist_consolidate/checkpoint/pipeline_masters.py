@@ -279,7 +279,7 @@ def _check_count(
     for shape, count in needed.items():
         if held[shape] < count:
             problems.add(
-                "the optimizers of the pipeline stages step {count} parameters of shape "
+                f"the optimizers of the pipeline stages step {count} parameters of shape "
                 f"{list(shape)}, but the layer files hold {held[shape]}; a layer file "
                 "(layer_*-model_states.pt) is missing. Look for it where that stage's ranks saved"
             )

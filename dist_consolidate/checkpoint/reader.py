@@ -88,8 +88,12 @@ def read_checkpoint(
         claims = (*request.claims, *(primary.shared_params or {}).items())
         found = _assembled(parts, run, dataclasses.replace(request, claims=claims))
         checkpoint = _tensor_merged(folder, parts, found, request)
-    told = [*folder.notes, *notes, *told]
-    checkpoint = dataclasses.replace(checkpoint, notes=(*told, *checkpoint.notes))
+    checkpoint = dataclasses.replace(
+        checkpoint,
+        notes=(*folder.notes, *notes, *told, *checkpoint.notes),
+        pipeline_stages=grid.num_stages,
+        tensor_ranks=grid.tensor_degree,
+    )
     if request.include_optimizer:
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)

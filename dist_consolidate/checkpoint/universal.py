@@ -72,7 +72,8 @@ def read(folder: TagFolder, run: Runner, request: Request) -> Checkpoint:
             f"{folder.path / name}: is missing; {first.name} is of {size} model-parallel indices"
         )
     problems.raise_if_any(f"{folder.path}: the universal checkpoint cannot be read")
-    return _Universal(folder, models, run, request).checkpoint()
+    found = _Universal(folder, models, run, request)
+    return dataclasses.replace(found.checkpoint(), tensor_ranks=found.degree)
 
 
 class _Universal(Assembly):

@@ -132,7 +132,7 @@ class _Resolver:
             self.sources[name] = key.source
             lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
         self._note_lower(ckpt, lower)
-        reasons = dict.fromkeys(missing, _why_missing(ckpt))
+        reasons = {name: _why_missing(ckpt, name) for name in missing}
         for name, kind in ckpt.odd_entries.items():
             if kind.startswith(ODD_TENSOR) and name not in self.sources:
                 reasons[name] = f"a {kind}, which is not read"
@@ -167,9 +167,11 @@ class _Resolver:
             )
 
 
-def _why_missing(ckpt: Checkpoint) -> str:
-    if ckpt.stage != 3:
+def _why_missing(ckpt: Checkpoint, name: str) -> str:
+    if ckpt.stage != 3 and ckpt.pipeline_stages > 1 and ckpt.module[name].is_buffer:
         return "a buffer of a pipeline's tied module of which no stage saved a layer file"
+    if ckpt.stage != 3:
+        return "neither the optimizer states nor `module` hold values of it"
     if ckpt.stage == 3 and not ckpt.saves_frozen:
         return "ZeRO-3 of this release saved no frozen values, or they were excluded when saving"
     return "in no param group when saved: ZeRO-3 keeps such values in no file"

@@ -1,0 +1,81 @@
+"""What users are told: of the ranks, of missing keys, of folders that do not fit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dist_consolidate import CheckpointError, cli, consolidate, open_checkpoint
+from tests.cases import CASES
+from tests.special import copy_of, edit
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("kitchen_z3_bf16_w2", "ZeRO stage 3, 2 ranks, step 3"),
+        ("tp2_z1_fp32_w2", "1 data-parallel rank, 2 tensor-parallel ranks, step 3"),
+        ("pipe_z1_bf16_w2", "1 data-parallel rank, 2 pipeline stages, step 3"),
+        ("pipe_z0_fp32_w2", "1 data-parallel rank, 2 pipeline stages, step 3"),
+        ("universal_tp2_z1_fp32_w2", "1 data-parallel rank, 2 tensor-parallel ranks, step 3"),
+    ],
+)
+def test_the_ranks_that_saved_it(
+    name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([str(CASES[name].ckpt), str(tmp_path / "out"), "--device", "cpu"]) == 0
+    assert told in capsys.readouterr().out.splitlines()[0]
+
+
+def test_the_transport_that_was_asked_for(tmp_path: Path) -> None:
+    report = consolidate(CASES["z0_bf16_w2"].ckpt, tmp_path / "out", transport="gather")
+    assert report.transport == "gather"
+
+
+def test_a_search_folder_of_another_tag(tmp_path: Path) -> None:
+    _, tag = copy_of("frozen_half_z1_w2", tmp_path)
+    other = tmp_path / "node1"
+    shutil.copytree(tag, other)
+    with pytest.raises(CheckpointError) as error:
+        consolidate(tmp_path / "ckpt", tmp_path / "out", search_dir=other)
+    assert f"{other}: holds shards, but as tag node1, while {tag.name} is read" in str(error.value)
+
+
+def universal_twice(tmp_path: Path) -> Path:
+    root = tmp_path / "ckpt"
+    shutil.copytree(CASES["universal_frozen_half_z1_w2"].ckpt, root)
+    shutil.copytree(root / "universal", root / "step_9_universal")
+    (root / "latest").unlink(missing_ok=True)
+    return root
+
+
+def test_latest_universal_is_followed(tmp_path: Path) -> None:
+    root = universal_twice(tmp_path)
+    (root / "latest_universal").write_text("universal")
+    assert open_checkpoint(root).tag == "universal"
+    (root / "latest_universal").write_text("step_9_universal")
+    report = consolidate(root, tmp_path / "out")
+    assert report.facts["tag_chosen"] == "named by `latest_universal`"
+    assert report.facts["tag"] == "step_9_universal"
+
+
+def test_latest_universal_that_names_nothing(tmp_path: Path) -> None:
+    root = universal_twice(tmp_path)
+    (root / "latest_universal").write_text("gone")
+    with pytest.raises(CheckpointError, match="`latest_universal` names 'gone'"):
+        open_checkpoint(root)
+
+
+def test_a_key_without_values_is_not_called_a_pipelines(tmp_path: Path) -> None:
+    """Of a key that ds_to_universal did not merge, the rank's own part is all there is."""
+    shutil.copytree(CASES["universal_tp2_z1_fp32_w2"].ckpt, tmp_path / "ckpt")
+    for path in (tmp_path / "ckpt").rglob("mp_rank_0*_model_states.pt"):
+        edit(
+            path, lambda state: state["module"].update(empty=state["module"]["lm_head.weight"][:0])
+        )
+    with pytest.raises(CheckpointError) as error:
+        consolidate(tmp_path / "ckpt", tmp_path / "out")
+    assert "neither the optimizer states nor `module` hold values of it" in str(error.value)
+    assert "pipeline" not in str(error.value)
