@@ -260,7 +260,6 @@ def do(jobs: Sequence[Job], suffix: str = "") -> None:
         target = out.parent.with_name(out.parent.name + suffix) / out.name
         report = consolidate(job.ckpt, target, **job.options)
         assert report.output_dir == target.resolve()
-        alone = dist.get_world_size() == 1 and job.options["transport"] == "gather"
         assert report.transport == job.options["transport"]
         check_group()
 

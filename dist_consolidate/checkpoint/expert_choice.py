@@ -8,6 +8,7 @@ from dist_consolidate.checkpoint.expert_values import Comparison, Layout
 from dist_consolidate.checkpoint.experts import parse
 from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.errors import Problems, listed
+from dist_consolidate.units import counted
 
 ORDERS = {
     False: "neighbouring ranks hold different experts (the default)",
@@ -100,7 +101,8 @@ class Choice:
         module = self.comparison.module
         files = sorted({module[name].span.file for name in names if name in module})
         self.problems.add(
-            f"{len(names)} tensors have other values in `module` and the expert files than in the "
+            f"{counted(len(names), 'tensor has', 'tensors have')} other values in `module` and the "
+            "expert files than in the "
             f"fp32 partitions (rounded) {condition}: {listed(names)} (in {listed(files)}). A file "
             "was exchanged, or the files are of different saves"
         )

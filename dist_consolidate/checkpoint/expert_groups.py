@@ -24,6 +24,7 @@ from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
 from dist_consolidate.checkpoint.zero12 import check_size, flat_group, holder_of_shapes, slots
 from dist_consolidate.errors import Problems
+from dist_consolidate.units import counted
 
 
 def build(
@@ -241,7 +242,8 @@ def _note_compared(
         return
     order = f"; {ORDERS[chosen.data_first]}" if any(1 < s < world for s in sizes) else ""
     text = (
-        f"{held} tensors of experts come from fp32 partitions (expert-parallel size "
+        f"{counted(held, 'tensor of experts comes', 'tensors of experts come')} "
+        "from fp32 partitions (expert-parallel size "
         f"{', '.join(map(str, sizes))} of {world} ranks{order}); the first and last {END_NUMEL} "
         "elements of each were found to be those of its expert file"
     )
@@ -266,7 +268,8 @@ def _note_rest(chosen: Layout, experts: Experts, notes: list[str]) -> None:
     ]
     if rest:
         notes.append(
-            f"{len(rest)} tensors of experts have no fp32 partition (frozen, buffers, tied, or "
+            f"{counted(len(rest), 'tensor of experts has', 'tensors of experts have')} "
+            "no fp32 partition (frozen, buffers, tied, or "
             f"never given to the optimizer); unless tied, they come from the expert files as they "
             f"are there, the first is {rest[0]}"
         )

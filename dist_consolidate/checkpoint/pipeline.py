@@ -24,6 +24,7 @@ from dist_consolidate.checkpoint.pipeline_names import layer_of, tie_of
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems
+from dist_consolidate.units import counted
 
 
 def check_stages(
@@ -162,7 +163,8 @@ class _Merging:
         if self.shared:
             stages = sorted({stage for found in self.shared.values() for stage in found})
             self.notes.append(
-                f"{len(self.shared)} tied tensors live on several of the pipeline stages "
+                f"{counted(len(self.shared), 'tied tensor lives', 'tied tensors live')} "
+                "on several of the pipeline stages "
                 f"{', '.join(map(str, stages))}, the first is {next(iter(self.shared))}; their "
                 "values were compared and are the same"
             )

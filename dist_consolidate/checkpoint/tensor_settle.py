@@ -22,6 +22,7 @@ from dist_consolidate.checkpoint.tensor_recorded import RecordedRules
 from dist_consolidate.checkpoint.tensor_rules import Replicated, Rule, Split
 from dist_consolidate.checkpoint.tensor_user import UserRule, load_user_rules
 from dist_consolidate.errors import Caught, CheckpointError, ConsolidateError, Problems
+from dist_consolidate.units import counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,7 +159,8 @@ class Settling:
             )
         if self._by_config:
             notes.append(
-                f"{len(self._by_config)} tensors were merged by the full shapes of "
+                f"{counted(len(self._by_config), 'tensor was', 'tensors were')} "
+                "merged by the full shapes of "
                 f"{self._config}, the first is {self._by_config[0]}"
             )
         return notes

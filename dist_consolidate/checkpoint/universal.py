@@ -29,6 +29,7 @@ from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, ParamState
 from dist_consolidate.checkpoint.universal_values import can_be_merged, differing
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError, listed
+from dist_consolidate.units import counted
 
 
 def is_universal(folder: TagFolder) -> bool:
@@ -256,7 +257,8 @@ class _Universal(Assembly):
         prints.close()
         if wrong and self.request.trust_masters:
             self.notes.append(
-                f"{len(wrong)} masters hold other values than {self.model.shard.name}; they were "
+                f"{counted(len(wrong), 'master holds', 'masters hold')} "
+                f"other values than {self.model.shard.name}; they were "
                 "taken (--trust-masters)"
             )
         elif wrong:

@@ -15,6 +15,7 @@ from dist_consolidate.checkpoint.model import Checkpoint, Source
 from dist_consolidate.checkpoint.unpickle import ODD_TENSOR
 from dist_consolidate.errors import CheckpointError, UsageError, listing
 from dist_consolidate.plan.ties import Tie, TieMap, build_tie_map
+from dist_consolidate.units import counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,8 +119,8 @@ class _Resolver:
         unlisted = [name for name in self.sources if name not in ckpt.module]
         if unlisted:
             self.notes.append(
-                f"{len(unlisted)} stored parameters are not in `module` and were kept, the first "
-                f"is {unlisted[0]}"
+                f"{counted(len(unlisted), 'stored parameter is', 'stored parameters are')} not in "
+                f"`module`, but kept, the first is {unlisted[0]}"
             )
         missing = []
         lower = 0
@@ -141,7 +142,8 @@ class _Resolver:
     def _note_lower(self, ckpt: Checkpoint, lower: int) -> None:
         if lower and ckpt.stage:
             self.notes.append(
-                f"{lower} parameters have no fp32 master (frozen, or never given to the "
+                f"{counted(lower, 'parameter has', 'parameters have')} "
+                "no fp32 master (frozen, or never given to the "
                 "optimizer); their 16-bit values come from `module`"
             )
 
@@ -190,7 +192,8 @@ def _frozen_names(ckpt: Checkpoint, sources: dict[str, Source]) -> tuple[set[str
         if source.origin == "module" and not ckpt.module[name].is_buffer
     }
     note = (
-        f"{len(unknown)} parameters outside the optimizer were left out as frozen; this file does "
+        f"{counted(len(unknown), 'parameter', 'parameters')} "
+        "outside the optimizer left out as frozen; this file does "
         "not tell frozen ones from ones never given to the optimizer"
     )
     return frozen | unknown, note if unknown else ""
