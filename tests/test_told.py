@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_consolidate import CheckpointError, cli, consolidate, open_checkpoint
-from tests.cases import CASES
+from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 from tests.special import copy_of, edit
 
 
@@ -79,3 +80,42 @@ def test_a_key_without_values_is_not_called_a_pipelines(tmp_path: Path) -> None:
         consolidate(tmp_path / "ckpt", tmp_path / "out")
     assert "neither the optimizer states nor `module` hold values of it" in str(error.value)
     assert "pipeline" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["moe_z2_bf16_w2", "moe_z1_fp32_w2"])
+def test_masters_of_experts_are_taken_on_the_users_word(name: str, tmp_path: Path) -> None:
+    case, tag = copy_of(name, tmp_path)
+    path = min(tag.glob("layer_0_expert_1_*"))
+
+    def change(state: dict[str, torch.Tensor]) -> None:
+        for tensor in state.values():
+            tensor.data += 1
+
+    edit(path, change)
+    with pytest.raises(CheckpointError) as error:
+        consolidate(tmp_path / "ckpt", tmp_path / "out")
+    assert path.name in str(error.value) and "pass --trust-masters" in str(error.value)
+    report = consolidate(tmp_path / "ckpt", tmp_path / "out", trust_masters=True)
+    assert_same_bits(load_output(tmp_path / "out"), expected_fp32(case))
+    assert any("these were taken (--trust-masters)" in note for note in report.notes)
+
+
+def test_masters_without_names_cannot_be_taken_on_anybodys_word(tmp_path: Path) -> None:
+    _, tag = copy_of("z0_bf16_w2", tmp_path)
+
+    def change(state: dict[str, dict[str, torch.Tensor]]) -> None:
+        for tensor in state["module"].values():
+            tensor.data += 1
+
+    edit(tag / "mp_rank_00_model_states.pt", change)
+    with pytest.raises(CheckpointError, match="--trust-masters cannot help"):
+        consolidate(tmp_path / "ckpt", tmp_path / "out", trust_masters=True)
+
+
+def test_the_precision_of_a_pipeline_without_optimizer_states(tmp_path: Path) -> None:
+    _, tag = copy_of("pipe_z1_bf16_w2", tmp_path)
+    for path in tag.glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(CheckpointError) as error:
+        consolidate(tmp_path / "ckpt", tmp_path / "out")
+    assert "in the layer files' own element type with --allow-16bit" in str(error.value)

@@ -123,7 +123,13 @@ class Assembly:
         if self.optims and self.experts is not None:
             folders, problems = self.folder.folders, self.problems
             found = expert_groups.build(
-                folders, self.model, self.optims, self.experts, problems, self.notes
+                folders,
+                self.model,
+                self.optims,
+                self.experts,
+                problems,
+                self.notes,
+                trust_masters=self.request.trust_masters,
             )
             self.value_ties = found.alike
             return found.groups, found.sources

@@ -16,11 +16,19 @@ ORDERS = {
 }
 
 
+_TRUST = (
+    "; if the weights were changed after the last step, and the masters are what you want, pass "
+    "--trust-masters"
+)
+_NO_TRUST = "; this release records no shapes, so that --trust-masters cannot stand in for values"
+
+
 class Choice:
     """Takes the order that is recorded if the values agree; without a record the values decide.
 
     Attributes:
         unseen: Tensors that could not be compared, because rank 0 does not see their shards.
+        notes: What the user's word was taken for, against the values.
     """
 
     def __init__(
@@ -46,9 +54,13 @@ class Choice:
         self.is_inferred = model.param_shapes is None and optim.param_shapes is None
         self.names = [n for n in layouts[0].sources if self.is_inferred or parse(n)]
         self.unseen = comparison.unseen(layouts[0], self.names)
+        self.notes: list[str] = []
 
-    def layout(self) -> Layout | None:
+    def layout(self, *, trust_masters: bool = False) -> Layout | None:
         """Choose.
+
+        Args:
+            trust_masters: Take masters of other values, where the layout is recorded.
 
         Returns:
             The layout that is right, or ``None`` if a problem was noted.
@@ -62,6 +74,16 @@ class Choice:
             return None
         wrong = {item.data_first: self._differing(item) for item in self.layouts}
         fits = [item for item in self.layouts if not wrong[item.data_first]]
+        known = [item for item in self.layouts if item.data_first == self.recorded]
+        known = list(self.layouts) if len(self.layouts) == 1 else known
+        if not fits and trust_masters and known and not self.is_inferred:
+            differing = wrong[known[0].data_first]
+            self.notes.append(
+                f"{counted(len(differing), 'tensor has', 'tensors have')} other values in `module` "
+                "and the expert files than in the fp32 partitions; these were taken "
+                f"(--trust-masters): {listed(differing)}"
+            )
+            return known[0]
         if self.recorded is None or len(self.layouts) == 1:
             return self._by_value(fits, wrong)
         asked = [item for item in fits if item.data_first == self.recorded]
@@ -105,4 +127,5 @@ class Choice:
             "expert files than in the "
             f"fp32 partitions (rounded) {condition}: {listed(names)} (in {listed(files)}). A file "
             "was exchanged, or the files are of different saves"
+            f"{_NO_TRUST if self.is_inferred else _TRUST}"
         )

@@ -34,6 +34,8 @@ def build(
     experts: Experts,
     problems: Problems,
     notes: list[str],
+    *,
+    trust_masters: bool = False,
 ) -> Layout:
     """Lay out the flat groups of a model with experts.
 
@@ -44,6 +46,8 @@ def build(
         experts: The experts.
         problems: Takes what contradicts the layout.
         notes: Takes what was compared, and what was not recorded.
+        trust_masters: Take masters of other values than the expert files and ``module`` have,
+            where the layout is recorded.
 
     Returns:
         The layout; an empty one if a problem was noted.
@@ -73,10 +77,12 @@ def build(
         return nothing
     with Comparison(folder, model) as comparison:
         choice = Choice(model, layouts, optims[0], comparison, problems)
-        chosen = choice.layout()
+        chosen = choice.layout(trust_masters=trust_masters)
         if chosen is None:
             return nothing
-        _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
+        notes += choice.notes
+        if not choice.notes:
+            _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
         _note_rest(chosen, experts, notes)
         alike = comparison.alike(chosen)
     _note_alike(alike, notes)
