@@ -119,3 +119,23 @@ def test_the_precision_of_a_pipeline_without_optimizer_states(tmp_path: Path) ->
     with pytest.raises(CheckpointError) as error:
         consolidate(tmp_path / "ckpt", tmp_path / "out")
     assert "in the layer files' own element type with --allow-16bit" in str(error.value)
+
+
+def test_a_pipelines_names_without_optimizer_states(tmp_path: Path) -> None:
+    """The names are those of the run with its optimizer states; the tied module is one of them."""
+    case, tag = copy_of("pipe_z1_bf16_w2", tmp_path)
+    for path in tag.glob("*optim_states.pt"):
+        path.unlink()
+    report = consolidate(tmp_path / "ckpt", tmp_path / "out", allow_16bit=True, dtype="keep")
+    got = load_output(tmp_path / "out")
+    # What the first stage's engine holds; the last one's layers are looked up by their masters.
+    raw = case.truth["raw"]
+    assert "tied_modules.embed.weight" in raw
+    assert_same_bits({name: got[name] for name in raw}, raw)
+    assert got.keys() == case.truth["fp32"].keys()
+    rounded = {n: t.to(got[n].dtype) for n, t in case.truth["fp32"].items()}
+    assert_same_bits(got, rounded)
+    assert any("the layer files" in note for note in report.notes)
+    (tag / "layer_02-model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"layer_02-\*model_states.pt: 2.weight is recorded"):
+        consolidate(tmp_path / "ckpt", tmp_path / "again", allow_16bit=True)
