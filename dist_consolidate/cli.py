@@ -116,7 +116,7 @@ def _summary(report: Report) -> list[str]:
     facts, verb = report.facts, "would be " if report.is_dry_run else ""
     found = f"tag {facts['tag']} ({facts['tag_chosen']}), ZeRO stage {facts['stage']}"
     lines = [
-        f"{found}, {plural(int(facts['world_size'] or 1), 'rank')}, step {facts['step']}",
+        f"{found}, {_ranks(report)}, step {facts['step']}",
         f"{plural(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)} in "
         f"{plural(len(report.files), 'file')} {verb}at {report.output_dir}",
     ]
@@ -127,6 +127,17 @@ def _summary(report: Report) -> list[str]:
     lines += [f"note: {note}" for note in report.notes]
     lines += _left_out(report)
     return lines + (_forecast(report) if report.is_dry_run else _times(report))
+
+
+def _ranks(report: Report) -> str:
+    """Say how many ranks of which kind saved it."""
+    names = ("world_size", "pipeline_stages", "tensor_ranks")
+    ranks, stages, degree = (int(report.facts.get(name) or 1) for name in names)
+    if stages == degree == 1:
+        return plural(ranks, "rank")
+    text = plural(ranks, "data-parallel rank")
+    text += f", {plural(stages, 'pipeline stage')}" if stages > 1 else ""
+    return text + (f", {plural(degree, 'tensor-parallel rank')}" if degree > 1 else "")
 
 
 def _times(report: Report) -> list[str]:

@@ -125,3 +125,9 @@ def listing(headline: str, items: Sequence[str], advice: str = "") -> str:
     if advice:
         lines.append(advice)
     return "\n".join(lines)
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Write names one behind the other, the first of them where there are many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

@@ -14,6 +14,7 @@ from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.options import Options
 from dist_consolidate.plan.plan import Plan
+from dist_consolidate.units import plural
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,8 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
 
     def __repr__(self) -> str:
         """Say what it is."""
-        return f"<ZeRO-{self.stage} checkpoint {self.tag}: {len(self)} tensors, step {self.step}>"
+        held = plural(len(self), "tensor")
+        return f"<ZeRO-{self.stage} checkpoint {self.tag}: {held}, step {self.step}>"
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Give a tensor by its key."""

@@ -85,8 +85,7 @@ def _choose_transport(planned: Planned, options: Options, world: World) -> str:
             "what they would write; use gather or allgather"
         )
     if asked != "auto":
-        # One rank has nobody to gather from.
-        return "allgather" if asked == "gather" and world.size == 1 else asked
+        return asked
     if world.has_accelerator:
         return "allgather"
     return "direct" if shared else "gather"
@@ -206,7 +205,9 @@ class _Exchange:
         from dist_consolidate.runtime.pipeline import move
         from dist_consolidate.runtime.transport import make_transport
 
-        transport = make_transport(self.transport, self._world)
+        # One rank has nobody to gather from: both move the same bytes in the same way.
+        alone = self._world.size == 1
+        transport = make_transport("allgather" if alone else self.transport, self._world)
         return move(self._work(paths), self._world, transport, self._budget)
 
     def _work(self, paths: Sequence[Path]) -> Work:

@@ -179,6 +179,8 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str | int | None]:
         "step": checkpoint.step,
         "stage": checkpoint.stage,
         "world_size": checkpoint.world_size,
+        "pipeline_stages": checkpoint.pipeline_stages,
+        "tensor_ranks": checkpoint.tensor_ranks,
         "deepspeed_version": checkpoint.ds_version,
     }
 

@@ -75,6 +75,11 @@ def _figures(value: float, unit: str) -> str:
     return f"{text.rstrip('0').rstrip('.') if decimals else text} {unit}"
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """Write a count with what is said of it: ``1 tensor has``, ``3 tensors have``."""
+    return f"{count:,} {one if count == 1 else many}"
+
+
 def plural(count: int, noun: str) -> str:
     """Write a count with its noun: ``1 file``, ``3 files``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -12,6 +12,7 @@ from dist_consolidate.checkpoint import (
     expert_fused,
     expert_groups,
     expert_masters,
+    rank_files,
     sixteen_bit,
     stage0,
     swapped,
@@ -110,16 +111,25 @@ class Assembly:
     def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
         if self.stage == 3 and self.model.zenflow:
             raise UnsupportedLayoutError(
-                f"{self.folder.path}: was trained with ZenFlow under ZeRO-3, where nothing in the "
-                "files tells whether matrices lie transposed; this version does not read those"
+                f"{self.folder.path / self.model.shard.name}: was trained with ZenFlow under "
+                "ZeRO-3, where nothing in the files tells whether matrices lie transposed; this "
+                "version does not read those"
             )
         if self.stage == 3:
             optims = swapped.fill(self.folder, self.model, self.optims, self.problems)
-            return zero3.build(self.model, optims, self.problems)
+            groups, sources = zero3.build(self.model, optims, self.problems)
+            self._check_owners(groups, self.optims)
+            return groups, sources
         if self.optims and self.experts is not None:
             folders, problems = self.folder.folders, self.problems
             found = expert_groups.build(
-                folders, self.model, self.optims, self.experts, problems, self.notes
+                folders,
+                self.model,
+                self.optims,
+                self.experts,
+                problems,
+                self.notes,
+                trust_masters=self.request.trust_masters,
             )
             self.value_ties = found.alike
             return found.groups, found.sources
@@ -190,7 +200,16 @@ class Assembly:
                 for name, span in spans.items()
             }
         models = self._other_models()
-        return zero3.frozen(models, self.ranks, first_group, self.problems)
+        groups, sources = zero3.frozen(models, self.ranks, first_group, self.problems)
+        self._check_owners(groups, [models[rank] for rank in sorted(models)])
+        return groups, sources
+
+    def _check_owners(
+        self, groups: Sequence[FlatGroup], states: Sequence[OptimState | ModelState]
+    ) -> None:
+        if not self.problems:
+            trust = self.request.trust_masters
+            rank_files.check(self.folder, groups, states, self.problems, trust_masters=trust)
 
     def _check_frozen(self, uneven: set[str]) -> None:
         if uneven:
@@ -206,13 +225,15 @@ class Assembly:
         has_frozen = any(math.prod(s) for s in (self.model.frozen_shapes or {}).values())
         kind: Literal["model", "step"] = "model" if has_frozen else "step"
         steps: dict[str, int | None] = {}
-        findings = self.run(self.folder, [Job(kind, shard) for shard in others])
-        for shard, finding in zip(others, findings, strict=True):
+        # One more of them is read whole: it lists the same tensors as rank 0's.
+        jobs = [Job(kind if number else "model", shard) for number, shard in enumerate(others)]
+        for shard, finding in zip(others, self.run(self.folder, jobs), strict=True):
             if isinstance(finding, CheckpointError):
                 self.problems.add(str(finding))
             elif isinstance(finding, ModelState):
-                models[shard.dp_rank or 0] = finding
+                models |= {shard.dp_rank or 0: finding} if has_frozen else {}
                 steps[shard.name] = finding.global_steps
+                census.check_tensors(self.folder, self.model, finding, self.problems)
             elif finding is None or isinstance(finding, int):
                 steps[shard.name] = finding
         census.check_steps(self.folder, self.model, steps, self.problems)

@@ -114,9 +114,11 @@ def order_by_rank(
         ranks = len(by_rank)
     for rank in missing_numbers(ranks, {*by_rank, *damaged}):
         path = folder.path / _name_for(first.shard, rank)
-        problems.add(f"{path}: is missing (rank {rank} of {ranks})")
+        problems.add(
+            f"{path}: is missing (rank {rank} of {ranks}); {first.shard.name} is of so many ranks"
+        )
     for rank, found in sorted(by_rank.items()):
-        _check_rank(folder, rank, ranks, found, problems)
+        _check_rank(folder, rank, ranks, found, first.shard.name, problems)
     ordered = [by_rank[rank][0] for rank in sorted(by_rank) if rank < ranks]
     _check_agreement(folder, ordered, problems)
     return ordered
@@ -128,7 +130,12 @@ def _name_for(example: ShardFile, rank: int) -> str:
 
 
 def _check_rank(
-    folder: TagFolder, rank: int, ranks: int, found: Sequence[OptimState], problems: Problems
+    folder: TagFolder,
+    rank: int,
+    ranks: int,
+    found: Sequence[OptimState],
+    first: str,
+    problems: Problems,
 ) -> None:
     if len(found) > 1:
         names = " and ".join(state.shard.name for state in found)
@@ -138,12 +145,12 @@ def _check_rank(
         path = folder.file(state.shard.name)
         if rank >= ranks:
             problems.add(
-                f"{path}: is surplus: rank {rank}, but rank 0 was saved by a run with {ranks} "
+                f"{path}: is surplus: rank {rank}, but {first} was saved by a run with {ranks} "
                 f"ranks (this file: {count}); move away what is left over"
             )
         elif count != ranks:
             problems.add(
-                f"{path}: was saved by a run with {count} ranks, but rank 0 by one with {ranks}"
+                f"{path}: was saved by a run with {count} ranks, but {first} by one with {ranks}"
             )
 
 
@@ -164,6 +171,58 @@ def _check_agreement(folder: TagFolder, states: Sequence[OptimState], problems: 
             problems.add(
                 f"{folder.file(state.shard.name)}: holds {len(state.parts)} flat groups, but "
                 f"{states[0].shard.name} {len(states[0].parts)}"
+            )
+
+
+def check_optims(
+    folder: TagFolder,
+    indices: Sequence[tuple[ModelState, Sequence[OptimState]]],
+    problems: Problems,
+) -> None:
+    """Check that no model-parallel index lacks optimizer states which the others have.
+
+    Args:
+        folder: The shards.
+        indices: Model states and optimizer states of each index; damaged files are among neither.
+        problems: Takes each index whose optimizer states are all missing.
+    """
+    having = [states[0] for _, states in indices if states]
+    damaged = {shard.mp_rank for shard in folder.of("optim")}
+    for model, states in indices:
+        index = model.shard.mp_rank
+        if states or index in damaged or not (having or model.is_partitioned):
+            continue
+        prefix = having[0].shard.prefix if having else "bf16_"
+        name = f"{prefix}zero_pp_rank_0_mp_rank_{index:02d}_optim_states.pt"
+        problems.add(
+            f"{folder.path / name}: is missing, and with it every fp32 master of model-parallel "
+            f"index {index}"
+        )
+
+
+def check_tensors(
+    folder: TagFolder, first: ModelState, other: ModelState, problems: Problems
+) -> None:
+    """Check that two ranks' model states of ZeRO-3 are of the same model.
+
+    Args:
+        folder: The shards.
+        first: Rank 0's.
+        other: Another rank's.
+        problems: Takes the file that differs.
+    """
+    path = folder.file(other.shard.name)
+    uneven = (first.module or {}).keys() ^ (other.module or {}).keys()
+    if uneven:
+        problems.add(
+            f"{path}: {len(uneven)} keys of `module` are there or in {first.shard.name}, but not "
+            f"in both, the first is {min(uneven)!r}; the files are of different runs"
+        )
+    for what in ("param_shapes", "buffer_names"):
+        if getattr(first, what) != getattr(other, what):
+            problems.add(
+                f"{path}: has another {what} than {first.shard.name}; the files are of different "
+                "runs"
             )
 
 

@@ -7,14 +7,20 @@ from collections.abc import Mapping, Sequence
 from dist_consolidate.checkpoint.expert_values import Comparison, Layout
 from dist_consolidate.checkpoint.experts import parse
 from dist_consolidate.checkpoint.states import ModelState, OptimState
-from dist_consolidate.errors import Problems
+from dist_consolidate.errors import Problems, listed
+from dist_consolidate.units import counted
 
-# Names in a message about values that differ.
-_MAX_SHOWN = 6
 ORDERS = {
     False: "neighbouring ranks hold different experts (the default)",
     True: "neighbouring ranks hold the same experts (use_data_before_expert_parallelism)",
 }
+
+
+_TRUST = (
+    "; if the weights were changed after the last step, and the masters are what you want, pass "
+    "--trust-masters"
+)
+_NO_TRUST = "; this release records no shapes, so that --trust-masters cannot stand in for values"
 
 
 class Choice:
@@ -22,6 +28,7 @@ class Choice:
 
     Attributes:
         unseen: Tensors that could not be compared, because rank 0 does not see their shards.
+        notes: What the user's word was taken for, against the values.
     """
 
     def __init__(
@@ -47,9 +54,13 @@ class Choice:
         self.is_inferred = model.param_shapes is None and optim.param_shapes is None
         self.names = [n for n in layouts[0].sources if self.is_inferred or parse(n)]
         self.unseen = comparison.unseen(layouts[0], self.names)
+        self.notes: list[str] = []
 
-    def layout(self) -> Layout | None:
+    def layout(self, *, trust_masters: bool = False) -> Layout | None:
         """Choose.
+
+        Args:
+            trust_masters: Take masters of other values, where the layout is recorded.
 
         Returns:
             The layout that is right, or ``None`` if a problem was noted.
@@ -63,6 +74,16 @@ class Choice:
             return None
         wrong = {item.data_first: self._differing(item) for item in self.layouts}
         fits = [item for item in self.layouts if not wrong[item.data_first]]
+        known = [item for item in self.layouts if item.data_first == self.recorded]
+        known = list(self.layouts) if len(self.layouts) == 1 else known
+        if not fits and trust_masters and known and not self.is_inferred:
+            differing = wrong[known[0].data_first]
+            self.notes.append(
+                f"{counted(len(differing), 'tensor has', 'tensors have')} other values in `module` "
+                "and the expert files than in the fp32 partitions; these were taken "
+                f"(--trust-masters): {listed(differing)}"
+            )
+            return known[0]
         if self.recorded is None or len(self.layouts) == 1:
             return self._by_value(fits, wrong)
         asked = [item for item in fits if item.data_first == self.recorded]
@@ -99,9 +120,12 @@ class Choice:
         return self.comparison.differing(layout, names, whole=whole)
 
     def _refuse(self, names: Sequence[str], condition: str) -> None:
-        shown = [*names[:_MAX_SHOWN], *(["..."] if len(names) > _MAX_SHOWN else [])]
+        module = self.comparison.module
+        files = sorted({module[name].span.file for name in names if name in module})
         self.problems.add(
-            f"{len(names)} tensors have other values in `module` and the expert files than in the "
-            f"fp32 partitions (rounded) {condition}: {', '.join(shown)}. A file was exchanged, or "
-            "the files are of different saves"
+            f"{counted(len(names), 'tensor has', 'tensors have')} other values in `module` and the "
+            "expert files than in the "
+            f"fp32 partitions (rounded) {condition}: {listed(names)} (in {listed(files)}). A file "
+            "was exchanged, or the files are of different saves"
+            f"{_NO_TRUST if self.is_inferred else _TRUST}"
         )

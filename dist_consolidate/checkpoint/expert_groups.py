@@ -22,8 +22,9 @@ from dist_consolidate.checkpoint.expert_values import END_NUMEL, Comparison, Lay
 from dist_consolidate.checkpoint.experts import ExpertName, Experts, parse
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
-from dist_consolidate.checkpoint.zero12 import check_size, flat_group, slots
+from dist_consolidate.checkpoint.zero12 import check_size, flat_group, holder_of_shapes, slots
 from dist_consolidate.errors import Problems
+from dist_consolidate.units import counted
 
 
 def build(
@@ -33,6 +34,8 @@ def build(
     experts: Experts,
     problems: Problems,
     notes: list[str],
+    *,
+    trust_masters: bool = False,
 ) -> Layout:
     """Lay out the flat groups of a model with experts.
 
@@ -43,6 +46,8 @@ def build(
         experts: The experts.
         problems: Takes what contradicts the layout.
         notes: Takes what was compared, and what was not recorded.
+        trust_masters: Take masters of other values than the expert files and ``module`` have,
+            where the layout is recorded.
 
     Returns:
         The layout; an empty one if a problem was noted.
@@ -72,10 +77,12 @@ def build(
         return nothing
     with Comparison(folder, model) as comparison:
         choice = Choice(model, layouts, optims[0], comparison, problems)
-        chosen = choice.layout()
+        chosen = choice.layout(trust_masters=trust_masters)
         if chosen is None:
             return nothing
-        _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
+        notes += choice.notes
+        if not choice.notes:
+            _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
         _note_rest(chosen, experts, notes)
         alike = comparison.alike(chosen)
     _note_alike(alike, notes)
@@ -192,7 +199,8 @@ class _Builder:
         places, end_numel = slots(len(self.groups), shapes, padding)
         parts = [self.optims[rank].parts[index] for rank in ranks]
         group = flat_group(label, parts, striped=False, problems=self.problems)
-        check_size(group, end_numel, len(parts), self.problems)
+        recorded_in = holder_of_shapes(self.model, self.optims[0])
+        check_size(group, end_numel, recorded_in, self.problems)
         for name, slot in places.items():
             self._check(label, name, slot)
             self.sources[name] = Source("fp32 partition", shapes[name], group.dtype, slot)
@@ -240,7 +248,8 @@ def _note_compared(
         return
     order = f"; {ORDERS[chosen.data_first]}" if any(1 < s < world for s in sizes) else ""
     text = (
-        f"{held} tensors of experts come from fp32 partitions (expert-parallel size "
+        f"{counted(held, 'tensor of experts comes', 'tensors of experts come')} "
+        "from fp32 partitions (expert-parallel size "
         f"{', '.join(map(str, sizes))} of {world} ranks{order}); the first and last {END_NUMEL} "
         "elements of each were found to be those of its expert file"
     )
@@ -265,7 +274,8 @@ def _note_rest(chosen: Layout, experts: Experts, notes: list[str]) -> None:
     ]
     if rest:
         notes.append(
-            f"{len(rest)} tensors of experts have no fp32 partition (frozen, buffers, tied, or "
+            f"{counted(len(rest), 'tensor of experts has', 'tensors of experts have')} "
+            "no fp32 partition (frozen, buffers, tied, or "
             f"never given to the optimizer); unless tied, they come from the expert files as they "
             f"are there, the first is {rest[0]}"
         )

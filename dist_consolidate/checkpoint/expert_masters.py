@@ -25,6 +25,7 @@ from dist_consolidate.checkpoint.model_states import fp32_masters
 from dist_consolidate.checkpoint.pickled import as_mapping, open_shard, state_of
 from dist_consolidate.checkpoint.states import ModelState
 from dist_consolidate.errors import Problems
+from dist_consolidate.units import counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,6 +191,7 @@ def _note_rest(experts: Experts, found: Mapping[str, Source], notes: list[str]) 
     ]
     if rest:
         notes.append(
-            f"{len(rest)} tensors of experts have no fp32 master that is surely theirs (frozen, "
+            f"{counted(len(rest), 'tensor of experts has', 'tensors of experts have')} "
+            "no fp32 master that is surely theirs (frozen, "
             f"buffers, or alike); their expert files' values were taken, the first is {rest[0]}"
         )

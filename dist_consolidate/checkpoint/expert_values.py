@@ -45,6 +45,7 @@ class Comparison:
             model: The model states of rank 0, with the experts put in.
         """
         self._folder, self._model = folder, model
+        self.module = model.module or {}
         self._copies = Fingerprints(folder)
         self._seen: dict[str, bool] = {}
 

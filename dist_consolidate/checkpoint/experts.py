@@ -25,7 +25,7 @@ from dist_consolidate.checkpoint.states import (
     OptimState,
     TensorsState,
 )
-from dist_consolidate.errors import Problems, UnsupportedLayoutError
+from dist_consolidate.errors import Problems, UnsupportedLayoutError, listed
 
 _NAME = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)", re.DOTALL)
 _FUSED = re.compile(r"\.?(|.*\.)experts\.(w[123])\.(\d+)", re.DOTALL)
@@ -278,9 +278,9 @@ class _Contents:
         for layer, experts in self.inner.items():
             numbers = self.layers.get(layer)
             if numbers and len(numbers) > 1:
-                listed = " and ".join(f"layer_{number}_*" for number in sorted(numbers))
+                found = " and ".join(f"layer_{number}_*" for number in sorted(numbers))
                 self.problems.add(
-                    f"{self.path}: the experts of {layer.rstrip('.')!r} lie in files {listed}, "
+                    f"{self.path}: the experts of {layer.rstrip('.')!r} lie in files {found}, "
                     "expected one number for all of them; files were renamed"
                 )
             usual = collections.Counter(tuple(sorted(e.items())) for e in experts.values())
@@ -302,9 +302,12 @@ class _Contents:
                 names.setdefault(number, []).append(layer.rstrip("."))
         for number, layers in names.items():
             if len(layers) > 1:
+                whose = "; ".join(
+                    f"of {layer!r} are {listed(self._files_of(layer, number))}" for layer in layers
+                )
                 self.problems.add(
                     f"{self.path}: the files layer_{number}_* hold experts of {len(layers)} "
-                    f"layers, {', '.join(map(repr, layers))}; some are of something else"
+                    f"layers, {', '.join(map(repr, layers))}; some are of something else ({whose})"
                 )
         for layer, experts in self.inner.items():
             gaps = missing_numbers(max(experts) + 1, experts)
@@ -313,6 +316,11 @@ class _Contents:
                     f"{self.path}: experts {', '.join(map(str, gaps))} of {layer.rstrip('.')!r} "
                     "are in no file that could be read"
                 )
+
+    def _files_of(self, layer: str, number: int) -> list[str]:
+        """Name the files of one number in their names that hold experts of a layer."""
+        files = [file for (held, _), file in self.files.items() if held.rstrip(".") == layer]
+        return [file for file in files if file.startswith(f"layer_{number}_")]
 
     def num_by_layer(self) -> dict[str, int]:
         return {layer: max(experts) + 1 for layer, experts in self.inner.items()}

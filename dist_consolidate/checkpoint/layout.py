@@ -240,8 +240,8 @@ def _newest(tags: Iterable[Path]) -> Path:
     return max(tags, key=lambda tag: (_step(tag.name), tag.stat().st_mtime, tag.name))
 
 
-def _latest(root: Path) -> str | None:
-    path = root / "latest"
+def _latest(root: Path, name: str = "latest") -> str | None:
+    path = root / name
     if not path.is_file():
         return None
     tag = path.read_bytes().decode("utf-8-sig", "replace").strip().strip("\0")
@@ -301,6 +301,12 @@ def _find_tag(root: Path, tag: str | None) -> TagFolder:
     # A run's own tag is read rather than what was made from one.
     own = [entry for entry in with_shards if not _is_universal(entry)]
     with_shards = own or with_shards
+    made = None if own else _latest(root, "latest_universal")
+    if made is not None:
+        if not (root / made).is_dir():
+            head = f"{root}: `latest_universal` names {made!r}, which is not there; found"
+            raise CheckpointError(listing(head, _tags(tags)) + "\nname the one to read with --tag")
+        return _folder(root / made, made, "named by `latest_universal`")
     if not with_shards:
         raise CheckpointError(_nothing_found(root, tags))
     newest = _newest(with_shards)

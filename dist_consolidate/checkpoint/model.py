@@ -173,6 +173,8 @@ class Checkpoint:
         optimizer: The optimizer's states, where they were asked for.
         value_ties: Alias to source where nothing but equal values, rounded, tells the tie: the file
             has copies of all tensors and no record.
+        pipeline_stages: Stages of the pipeline that wrote it.
+        tensor_ranks: Ranks that shared each tensor.
     """
 
     tag: str
@@ -193,3 +195,5 @@ class Checkpoint:
     confirmed_ties: frozenset[tuple[str, str]] = frozenset()
     optimizer: OptimizerStates | None = None
     value_ties: dict[str, str] = dataclasses.field(default_factory=dict)
+    pipeline_stages: int = 1
+    tensor_ranks: int = 1

@@ -14,7 +14,9 @@ from dist_consolidate.checkpoint.layout import ShardFile
 from dist_consolidate.checkpoint.nested import check_names, flattened, is_nested
 from dist_consolidate.checkpoint.pickled import (
     as_mapping,
+    device_of,
     integer,
+    is_named,
     open_shard,
     param_shapes_of,
     shape_map,
@@ -24,6 +26,7 @@ from dist_consolidate.checkpoint.pickled import (
     wrong,
 )
 from dist_consolidate.checkpoint.plain import plain_mapping
+from dist_consolidate.checkpoint.same_run import settings_of
 from dist_consolidate.checkpoint.states import (
     ModelState,
     ModuleEntry,
@@ -89,6 +92,9 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         is_partitioned="single_partition_of_fp32_groups"
         in (as_mapping(tree.get("optimizer")) or {}),
         universal_info=plain_mapping(tree.get("universal_checkpoint_info")),
+        settings=settings_of(tree.get("ds_config")),
+        is_named=is_named(archive),
+        device=device_of((frozen or {}).values()),
     )
 
 

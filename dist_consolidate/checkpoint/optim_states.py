@@ -12,7 +12,9 @@ from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
 from dist_consolidate.checkpoint.pickled import (
     as_mapping,
+    device_of,
     integer,
+    is_named,
     open_shard,
     param_shapes_of,
     spans,
@@ -21,6 +23,7 @@ from dist_consolidate.checkpoint.pickled import (
     wrong,
 )
 from dist_consolidate.checkpoint.plain import plain_mapping
+from dist_consolidate.checkpoint.same_run import settings_of
 from dist_consolidate.checkpoint.states import (
     OptimState,
 )
@@ -67,6 +70,9 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         slices=_slices(state.get("param_slice_mappings")),
         experts=facts_of_optim(tree, state),
         universal_info=plain_mapping(state.get("universal_checkpoint_info")),
+        settings=settings_of(tree.get("ds_config")),
+        is_named=is_named(archive),
+        device=device_of(() if rounds else state[key]),
         swap_ids=() if rounds else tuple(map(_swap_id, state[key])),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,17 @@ def open_shard(folder: Path, shard: ShardFile) -> Archive:
             "file: put each file back under the name it was saved as"
         )
     return archive
+
+
+def is_named(archive: Archive) -> bool:
+    """Tell whether a shard remembers the name it was saved as, which then is its own."""
+    return parse_name(f"{archive.saved_as}.pt") is not None
+
+
+def device_of(tensors: Iterable[Any]) -> int | None:
+    """Give the CUDA device that the first tensor lay on, where it did."""
+    first = next((tensor for tensor in tensors if isinstance(tensor, TensorRef)), None)
+    return None if first is None else first.storage.device
 
 
 def state_of(archive: Archive) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from dist_consolidate.checkpoint.census import check_optims
 from dist_consolidate.checkpoint.fragments import Fragments
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import TagFolder
@@ -23,6 +24,7 @@ from dist_consolidate.checkpoint.pipeline_names import layer_of, tie_of
 from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.errors import CheckpointError, Problems
+from dist_consolidate.units import counted
 
 
 def check_stages(
@@ -56,25 +58,7 @@ def check_stages(
                     f"{folder.path / model.shard.name}: {what} is {theirs}, but {ours} in "
                     f"{models[0].shard.name}; the files are of different saves"
                 )
-    _check_optims(folder, models, optims, problems)
-
-
-def _check_optims(
-    folder: TagFolder,
-    models: Sequence[ModelState],
-    optims: Sequence[Sequence[OptimState]],
-    problems: Problems,
-) -> None:
-    having = [states[0] for states in optims if states]
-    for model, states in zip(models, optims, strict=True):
-        if states or not (having or model.is_partitioned):
-            continue
-        prefix = having[0].shard.prefix if having else "bf16_"
-        name = f"{prefix}zero_pp_rank_0_mp_rank_{model.shard.mp_rank:02d}_optim_states.pt"
-        problems.add(
-            f"{folder.path / name}: is missing, and with it every fp32 master of model-parallel "
-            f"index {model.shard.mp_rank}"
-        )
+    check_optims(folder, list(zip(models, optims, strict=True)), problems)
     stepped = [states[0] for states in optims if states and states[0].step is not None]
     for state in stepped[1:]:
         if state.step != stepped[0].step:
@@ -179,7 +163,8 @@ class _Merging:
         if self.shared:
             stages = sorted({stage for found in self.shared.values() for stage in found})
             self.notes.append(
-                f"{len(self.shared)} tied tensors live on several of the pipeline stages "
+                f"{counted(len(self.shared), 'tied tensor lives', 'tied tensors live')} "
+                "on several of the pipeline stages "
                 f"{', '.join(map(str, stages))}, the first is {next(iter(self.shared))}; their "
                 "values were compared and are the same"
             )

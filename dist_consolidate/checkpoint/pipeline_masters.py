@@ -22,6 +22,7 @@ from dist_consolidate.checkpoint.pipeline_values import Values
 from dist_consolidate.checkpoint.stage0 import Master, narrow
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, TensorsState
 from dist_consolidate.errors import Problems
+from dist_consolidate.units import counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,7 +251,8 @@ class _Matching:
         rest = [i for i in range(len(self.places)) if i not in self.settled and i not in left]
         if rest:
             self.notes.append(
-                f"{len(rest)} parameters have no fp32 master (frozen, or never given to the "
+                f"{counted(len(rest), 'parameter has', 'parameters have')} "
+                "no fp32 master (frozen, or never given to the "
                 f"optimizer), the first is {self.places[rest[0]].name}; their 16-bit values were "
                 "taken"
             )
@@ -279,7 +281,7 @@ def _check_count(
     for shape, count in needed.items():
         if held[shape] < count:
             problems.add(
-                "the optimizers of the pipeline stages step {count} parameters of shape "
+                f"the optimizers of the pipeline stages step {count} parameters of shape "
                 f"{list(shape)}, but the layer files hold {held[shape]}; a layer file "
                 "(layer_*-model_states.pt) is missing. Look for it where that stage's ranks saved"
             )

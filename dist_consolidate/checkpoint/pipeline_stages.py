@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from dist_consolidate.checkpoint import pipeline_masters, pipeline_shapes
+from dist_consolidate.checkpoint import pipeline_masters, pipeline_recorded, pipeline_shapes
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.parallel import Grid
@@ -115,9 +115,13 @@ class PipelineStages:
         files: Sequence[TensorsState],
         naming: str,
     ) -> list[Checkpoint]:
-        if not any(stage.partitions for stage in stages):
-            stages = self._nameless(models, stages, files)
         buffers = [model.buffer_names or frozenset[str]() for model in models]
+        nameless = not any(stage.partitions for stage in stages)
+        if nameless and pipeline_recorded.has_names(models):
+            placed = with_layers(self.folder, stages, buffers, files, naming)
+            return pipeline_recorded.named(self.folder, models, placed, files, naming)
+        if nameless:
+            stages = self._nameless(models, stages, files)
         return with_layers(self.folder, stages, buffers, files, naming)
 
     def _nameless(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_consolidate.checkpoint import census, pipeline, universal, witness, writers
+from dist_consolidate.checkpoint import census, pipeline, same_run, universal, witness, writers
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.experts import Experts, gather, refuse_kinds, with_experts
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
@@ -66,13 +66,17 @@ def read_checkpoint(
         except UnsupportedLayoutError:
             raise
         except CheckpointError as error:
-            problems.add(str(error))
+            counted = f"; {primary.shard.name} is of {grid.size} model-parallel indices"
+            problems.add(f"{error}{counted if index else ''}")
     piped = is_pipeline(folder, primary)
     if piped and len(parts) == grid.size:
         models, optims = [part.model for part in parts], [part.optims for part in parts]
         pipeline.check_stages(folder, grid, models, optims, problems)
     elif not piped:
         census.check_indices(folder, grid.size, problems)
+        census.check_optims(folder, [(part.model, part.optims) for part in parts], problems)
+    states = [f for f in findings.values() if isinstance(f, ModelState | OptimState)]
+    told = same_run.check(folder, states, problems, trust_masters=request.trust_masters)
     # A layout needs every rank; missing and damaged shards are told first, all together.
     problems.raise_if_any(
         f"{folder.path}: the checkpoint is incomplete or inconsistent", advice(folder)
@@ -81,10 +85,15 @@ def read_checkpoint(
         checkpoint = _joined_stages(folder, grid, parts, run, request)
     else:
         # Only the model states of global rank 0 have recorded ties; they hold for the others too.
-        told = (*request.claims, *(primary.shared_params or {}).items())
-        found = _assembled(parts, run, dataclasses.replace(request, claims=told))
+        claims = (*request.claims, *(primary.shared_params or {}).items())
+        found = _assembled(parts, run, dataclasses.replace(request, claims=claims))
         checkpoint = _tensor_merged(folder, parts, found, request)
-    checkpoint = dataclasses.replace(checkpoint, notes=(*folder.notes, *notes, *checkpoint.notes))
+    checkpoint = dataclasses.replace(
+        checkpoint,
+        notes=(*folder.notes, *notes, *told, *checkpoint.notes),
+        pipeline_stages=grid.num_stages,
+        tensor_ranks=grid.tensor_degree,
+    )
     if request.include_optimizer:
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)

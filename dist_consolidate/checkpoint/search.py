@@ -220,6 +220,16 @@ def advice(folder: TagFolder, before: str = "") -> str:
     return before + " ".join(texts) if texts else ""
 
 
+def _why_unfound(root: Path, tag: str) -> str:
+    if shards_in([root]):
+        return (
+            f"holds shards, but as tag {root.name}, while {tag} is read; expected a folder of that "
+            "name, or the one that holds it. If these are shards of the same save, rename the "
+            "folder or link to it under that name"
+        )
+    return f"holds no folder {tag} with shards, and is none itself"
+
+
 def refuse_unfound(search_dirs: Sequence[str], tag: str, seen: Sequence[Sequence[bool]]) -> None:
     """Refuse search folders that no rank finds the tag in.
 
@@ -234,5 +244,5 @@ def refuse_unfound(search_dirs: Sequence[str], tag: str, seen: Sequence[Sequence
     problems = Problems()
     for text, *found in zip(search_dirs, *seen, strict=True):
         if not any(found):
-            problems.add(f"{text}: holds no folder {tag} with shards, and is none itself")
+            problems.add(f"{text}: {_why_unfound(Path(text), tag)}")
     problems.raise_if_any(f"--search-dir: no shard of tag {tag} there")

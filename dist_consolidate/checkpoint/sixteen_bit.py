@@ -38,13 +38,16 @@ def accept(folder: TagFolder, model: ModelState, allowed: bool) -> str:
             f"{gone}. Look for them where the ranks saved; or take the weights that it holds in "
             f"{_precision(model)} with --allow-16bit"
         )
+    holder = model.shard.name if model.module is not None else "the layer files"
     return (
         "all optimizer states are missing, and with them every fp32 master; the weights are "
-        f"those of {model.shard.name} in {_precision(model)} (--allow-16bit)"
+        f"those of {holder} in {_precision(model)} (--allow-16bit)"
     )
 
 
 def _precision(model: ModelState) -> str:
+    if model.module is None:
+        return "the layer files' own element type"
     buffers = model.buffer_names or frozenset()
     entries = [entry for name, entry in (model.module or {}).items() if name not in buffers]
     found = {e.span.dtype.name for e in entries if e.span.num_numel and e.span.dtype.is_floating}

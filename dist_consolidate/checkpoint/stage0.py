@@ -78,7 +78,8 @@ class _Matching:
                 self.problems.add(
                     f"{self.model.shard.name}: fp32 master {index} of shape "
                     f"{list(master.span.shape)} rounds to no tensor of `module`; the file was "
-                    "changed or its layout is unknown"
+                    "changed or its layout is unknown. Masters of stage 0 have no names, so that "
+                    "--trust-masters cannot help: nothing but values tells whose they are"
                 )
         doubtful = sum(len(master.places) > 1 for master in found)
         _settle_equal(found, self.prints)

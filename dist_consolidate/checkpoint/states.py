@@ -15,6 +15,7 @@ from dist_consolidate.checkpoint.expert_states import (
 )
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
+from dist_consolidate.checkpoint.same_run import Settings
 from dist_consolidate.checkpoint.unpickle import TensorRef
 
 Shapes = dict[str, tuple[int, ...]]
@@ -61,6 +62,9 @@ class ModelState:
         is_partitioned: Whether ``optimizer`` is one rank's share of a partitioned optimizer, whose
             files lie beside this one.
         universal_info: ``universal_checkpoint_info`` in plain values: the tensor-parallel layout.
+        settings: What the configuration has for all ranks, where it was pickled as a dict.
+        is_named: Whether the file remembers its name, and so whose it is.
+        device: Index of the CUDA device that its frozen parameters lay on, where they did.
     """
 
     shard: ShardFile
@@ -84,6 +88,9 @@ class ModelState:
     moments: tuple[TensorSpan, ...] = ()
     is_partitioned: bool = False
     universal_info: Mapping[str, Any] | None = None
+    settings: Settings | None = None
+    is_named: bool = True
+    device: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +145,9 @@ class OptimState:
         rounds: Of the first stage-1 optimizer, each group's parts, one for each communication
             interval; ``parts`` has the first of them.
         swap_ids: What names the file of each part that the swapper may have emptied.
+        settings: As in :class:`ModelState`.
+        is_named: As in :class:`ModelState`.
+        device: Index of the CUDA device that its parts lay on, where they did.
     """
 
     shard: ShardFile
@@ -154,6 +164,9 @@ class OptimState:
     universal_info: Mapping[str, Any] | None = None
     swap_ids: tuple[str | None, ...] = ()
     rounds: tuple[tuple[TensorSpan, ...], ...] = ()
+    settings: Settings | None = None
+    is_named: bool = True
+    device: int | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.states import ModelState, OptimState
-from dist_consolidate.checkpoint.zero12 import shapes_by_group
+from dist_consolidate.checkpoint.zero12 import holder_of_shapes, shapes_by_group
 from dist_consolidate.dtypes import FLOAT32
 from dist_consolidate.errors import Problems, UnsupportedLayoutError
 
@@ -57,12 +57,12 @@ def fill(
             "the rank in a swap file's folder is another one than in a shard's name; this version "
             "does not read those"
         )
-    files = _files(folder, len(optims))
+    files, recorded_in = _files(folder, len(optims)), holder_of_shapes(model, optims[0])
     filled = []
     for optim in optims:
         parts = list(optim.parts)
         for index in gone[optim.shard.name]:
-            span = _find(folder, optim, index, needs[index], files, problems)
+            span = _find(folder, optim, index, needs[index], recorded_in, files, problems)
             parts[index] = span or parts[index]
         filled.append(dataclasses.replace(optim, parts=tuple(parts)))
     return filled
@@ -104,12 +104,16 @@ def _find(
     optim: OptimState,
     index: int,
     need_numel: int,
+    recorded_in: str,
     files: Mapping[tuple[int, str], ShardFile],
     problems: Problems,
 ) -> TensorSpan | None:
     rank, path = optim.shard.dp_rank or 0, folder.path / optim.shard.name
     swap_id = optim.swap_ids[index] if index < len(optim.swap_ids) else None
-    what = f"sub-group {index} of rank {rank} ({need_numel} elements, swapped out to NVMe)"
+    what = (
+        f"sub-group {index} of rank {rank} ({need_numel} elements by param_shapes in "
+        f"{recorded_in}, swapped out to NVMe)"
+    )
     if swap_id is None:
         problems.add(
             f"{path}: {what} names no swap file (saved with torch before 2.0, or by a DeepSpeed "

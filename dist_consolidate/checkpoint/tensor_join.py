@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source
+from dist_consolidate.units import counted
 
 
 def in_one_list(
@@ -90,7 +91,8 @@ def without_lone_masters(checkpoints: list[Checkpoint], notes: list[str]) -> lis
     lone = sorted({name for c in checkpoints for name in c.partitions} - common)
     if lone:
         notes.append(
-            f"{len(lone)} tensors have an fp32 master that could be told on some tensor ranks "
+            f"{counted(len(lone), 'tensor has', 'tensors have')} "
+            "an fp32 master that could be told on some tensor ranks "
             f"only, so their 16-bit values were taken; the first is {lone[0]}"
         )
     return [

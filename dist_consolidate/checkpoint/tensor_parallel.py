@@ -36,6 +36,7 @@ from dist_consolidate.checkpoint.tensor_rules import Replicated, Rule
 from dist_consolidate.checkpoint.tensor_settle import Merging, Settling, Shards
 from dist_consolidate.checkpoint.tensor_values import Comparing, Copies
 from dist_consolidate.errors import CheckpointError, Problems, listing
+from dist_consolidate.units import counted
 
 _ADVICE = (
     "Nothing is guessed here. Give the model's config.json with --hf-config, or a rule for each "
@@ -161,9 +162,10 @@ class _Merge:
             shards = [shard for shard in found if shard is not None]
             if len(shards) < len(found):
                 rank = found.index(None)
+                having = next(r for r, shard in enumerate(found) if shard is not None)
                 self.problems.add(
-                    f"{name}: has {what} values on other tensor ranks, but not on rank {rank} "
-                    f"({self.files[rank]})"
+                    f"{name}: has {what} values on other tensor ranks ({self.files[having]}), but "
+                    f"not on rank {rank} ({self.files[rank]})"
                 )
                 continue
             source = self._merged(name, shards, is_buffer=False, compared=True)
@@ -244,7 +246,10 @@ class _Merge:
         for line, shards in self.open.values():
             equal = len({shard.shape for shard in shards}) == 1 and comparing.are_equal(shards)
             lines.append(f"{line}{'; equal on all ranks: probably replicated' if equal else ''}")
-        what = f"leave {len(lines)} tensors open: nothing says how they go together"
+        what = (
+            f"leave {counted(len(lines), 'tensor', 'tensors')} "
+            "open: nothing says how they go together"
+        )
         advice = f"{_ADVICE}. {self.settling.config_hint()}".strip()
         raise CheckpointError(listing(self._head(what), lines, advice))
 
@@ -253,7 +258,8 @@ class _Merge:
             comparing.check(copies, self.problems)
         if comparing.unseen:
             self.notes.append(
-                f"{len(comparing.unseen)} replicated tensors were not compared over tensor ranks, "
+                f"{counted(len(comparing.unseen), 'replica was', 'replicas were')} not "
+                "compared over tensor ranks, "
                 f"because rank 0 does not see all shards; the first is {comparing.unseen[0]}"
             )
         if not self.problems and (same := comparing.first_copy(self.split)) is not None:
@@ -267,7 +273,8 @@ class _Merge:
         if not self.unchecked:
             return []
         return [
-            f"of {len(self.unchecked)} tensors one rank's copy was taken as a rule of the user "
+            f"of {counted(len(self.unchecked), 'tensor', 'tensors')} "
+            "one rank's copy was taken as a rule of the user "
             f"says, whatever the others hold; the first is {self.unchecked[0]}"
         ]
 

@@ -177,6 +177,14 @@ def shared(merged: Merged) -> list[list[Piece]]:
     return [pieces for pieces in alike.values() if len(pieces) > 1]
 
 
+def places(merged: Merged) -> frozenset[tuple[object, ...]]:
+    """Give what tells where every element comes from, however its pieces were described."""
+    return frozenset(
+        (piece.rank, piece.to_numel, piece.from_numel, tuple(_joined_dims(piece)))
+        for piece in owned(merged)
+    )
+
+
 def source_of(merged: Merged, shards: Sequence[Source]) -> Source:
     """Put a tensor together of its shards.
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate.checkpoint.model_config import find_config, full_shapes, is_unfused
-from dist_consolidate.checkpoint.tensor_pieces import Shape
+from dist_consolidate.checkpoint.tensor_pieces import DoesNotFit, Shape, places
 from dist_consolidate.checkpoint.tensor_recorded import RecordedRules
 from dist_consolidate.checkpoint.tensor_rules import Replicated, Rule, Split
 from dist_consolidate.checkpoint.tensor_user import UserRule, load_user_rules
 from dist_consolidate.errors import Caught, CheckpointError, ConsolidateError, Problems
+from dist_consolidate.units import counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Settling:
         recorded: Rule | None = None
         with contextlib.suppress(CheckpointError):  # the user settles what the record leaves open
             recorded = self._by_record(shards)
-        if recorded is not None and recorded.layout != user.layout:
+        if recorded is not None and not _agree(user, recorded, shards.shapes):
             self._overruled[shards.names[0]] = recorded.said_by
         return user
 
@@ -153,12 +154,14 @@ class Settling:
         if self._overruled:
             first, said_by = next(iter(self._overruled.items()))
             notes.append(
-                f"{self._file} overrules the recorded layout of {len(self._overruled)} tensors, "
-                f"the first is {first} (recorded by {said_by})"
+                f"{self._file} contradicts the recorded layout of "
+                f"{counted(len(self._overruled), 'tensor', 'tensors')}, and was followed; the "
+                f"first is {first} (recorded by {said_by})"
             )
         if self._by_config:
             notes.append(
-                f"{len(self._by_config)} tensors were merged by the full shapes of "
+                f"{counted(len(self._by_config), 'tensor was', 'tensors were')} "
+                "merged by the full shapes of "
                 f"{self._config}, the first is {self._by_config[0]}"
             )
         return notes
@@ -223,3 +226,14 @@ class Settling:
         if error is not None and (self._given or not isinstance(error, ConsolidateError)):
             raise error
         self._config_error = "" if error is None else str(error)
+
+
+def _agree(user: Rule, recorded: Rule, shapes: Sequence[Shape]) -> bool:
+    """Tell whether two rules put every element in the same place."""
+    if user.layout == recorded.layout:
+        return True
+    try:
+        ours, theirs = user.merge(shapes), recorded.merge(shapes)
+    except DoesNotFit:
+        return False  # what the user says is checked when it is followed
+    return ours.shape == theirs.shape and places(ours) == places(theirs)

@@ -21,16 +21,15 @@ from dist_consolidate.checkpoint import census
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.extents import contiguous_stride
 from dist_consolidate.checkpoint.jobs import Job, Runner
-from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
+from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, missing_numbers
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, ModuleKey, Source, own_source
 from dist_consolidate.checkpoint.parallel import find_grid
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, ParamState
-from dist_consolidate.checkpoint.testimony import spread
-from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
-
-_MAX_COMPARED = 16
+from dist_consolidate.checkpoint.universal_values import can_be_merged, differing
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError, listed
+from dist_consolidate.units import counted
 
 
 def is_universal(folder: TagFolder) -> bool:
@@ -67,8 +66,15 @@ def read(folder: TagFolder, run: Runner, request: Request) -> Checkpoint:
             models.append(finding)
         elif isinstance(finding, CheckpointError):
             problems.add(str(finding))
+    size = find_grid(folder, models[0]).size if models else 0
+    for index in missing_numbers(size, {shard.mp_rank for shard in (first, *others)}):
+        name = first.name.replace("mp_rank_00", f"mp_rank_{index:02d}")
+        problems.add(
+            f"{folder.path / name}: is missing; {first.name} is of {size} model-parallel indices"
+        )
     problems.raise_if_any(f"{folder.path}: the universal checkpoint cannot be read")
-    return _Universal(folder, models, run, request).checkpoint()
+    found = _Universal(folder, models, run, request)
+    return dataclasses.replace(found.checkpoint(), tensor_ranks=found.degree)
 
 
 class _Universal(Assembly):
@@ -82,10 +88,11 @@ class _Universal(Assembly):
         request: Request,
     ) -> None:
         super().__init__(folder, models[0], (), run, request)
-        if any(model.module is None for model in models):
+        empty = next((model.shard.name for model in models if model.module is None), None)
+        if empty is not None:
             raise UnsupportedLayoutError(
-                f"{folder.path}: is a universal checkpoint of a pipeline-parallel run, whose model "
-                "states list no tensors; this version does not read those"
+                f"{folder.path / empty}: is of a universal checkpoint of a pipeline-parallel run, "
+                "whose model states list no tensors; this version does not read those"
             )
         self.models = models
         striped = models[0].shard.dp_rank is not None
@@ -112,9 +119,9 @@ class _Universal(Assembly):
         missing = [n for n, shape in shapes.items() if math.prod(shape) and n not in files]
         for name in missing:
             self.problems.add(
-                f"{self.folder.path / 'zero' / name / 'fp32.pt'}: is missing; param_shapes lists "
-                f"{name!r} as trained. The conversion did not finish: run ds_to_universal again, "
-                "or pass the ZeRO checkpoint it was made from"
+                f"{self.folder.path / 'zero' / name / 'fp32.pt'}: is missing; param_shapes of "
+                f"{self._lister(name)} lists {name!r} as trained. The conversion did not finish: "
+                "run ds_to_universal again, or pass the ZeRO checkpoint it was made from"
             )
         sources: dict[str, Source] = {}
         findings = self.run(self.folder, [Job("param", shard) for shard in wanted.values()])
@@ -218,34 +225,50 @@ class _Universal(Assembly):
                 f"{path}: holds shape {list(span.shape)}, but param_shapes says {list(shape)}"
             )
             return None
+        elif self.degree > 1 and not self._fits(span.shape, shards := self._shards(name)):
+            self.problems.add(
+                f"{path}: holds shape {list(span.shape)}, but the tensor-parallel ranks' shards of "
+                f"{name!r} are {', '.join(str(list(shard)) for shard in shards)}, as param_shapes "
+                "of their model states say"
+            )
+            return None
         return Source("fp32 partition", span.shape, span.dtype, span=span)
 
+    def _lister(self, name: str) -> str:
+        """Name the model states that list a parameter."""
+        listing = (m for m in self.models if any(name in group for group in m.param_shapes or ()))
+        return next(listing).shard.name
+
+    def _fits(self, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]]) -> bool:
+        rows = (self.model.universal_info or {}).get("original_vocab_size")
+        return can_be_merged(shape, shards, rows)
+
+    def _shards(self, name: str) -> list[tuple[int, ...]]:
+        """Give the shapes of a parameter's shards, in rank order."""
+        groups = (group for model in self.models for group in model.param_shapes or ())
+        return [group[name] for group in groups if name in group]
+
     def _compare(self, sources: Mapping[str, Source]) -> None:
-        """Compare with the copies in ``module``, where these are whole."""
-        if self.stage == 3 or self.degree > 1:
+        """Compare with what `module` holds; ZeRO-3 leaves it empty."""
+        if self.stage == 3:
             return
-        module = self.model.module or {}
-        names = [n for n in sources if n in module and sources[n].num_numel]
         prints = Fingerprints(self.folder.folders)
-        wrong = []
-        for name in spread(names, _MAX_COMPARED):
-            view = module[name].span
-            theirs = own_source(view)
-            if prints.of(sources[name], view.dtype) != prints.of(theirs, view.dtype):
-                wrong.append(name)
+        wrong = differing(prints, self.model, sources, self.model.universal_info)
         prints.close()
         if wrong and self.request.trust_masters:
             self.notes.append(
-                f"{len(wrong)} masters hold other values than {self.model.shard.name}; they were "
+                f"{counted(len(wrong), 'master holds', 'masters hold')} "
+                f"other values than {self.model.shard.name}; they were "
                 "taken (--trust-masters)"
             )
         elif wrong:
             self.problems.add(
-                f"{self.folder.path}: the masters of {len(wrong)} of {len(names)} parameters do "
-                f"not round to the values in {self.model.shard.name}, the first is {wrong[0]!r}. "
-                "ds_to_universal mixes parameters of runs with round_robin_gradients, and turns "
-                "ZenFlow's matrices; pass the ZeRO checkpoint it was made from. If the weights "
-                "were changed after the last step, and the masters are what you want, pass "
+                f"{self.folder.path}: the masters of {len(wrong)} of {len(sources)} parameters do "
+                f"not round to the values in {self.model.shard.name}: {listed(wrong)}. Their files "
+                "(zero/NAME/fp32.pt) were exchanged or are of another save; or ds_to_universal "
+                "mixed parameters of a run with round_robin_gradients, or turned ZenFlow's "
+                "matrices: then pass the ZeRO checkpoint it was made from. If the weights were "
+                "changed after the last step, and the masters are what you want, pass "
                 "--trust-masters"
             )
 

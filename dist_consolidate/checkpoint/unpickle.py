@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import io
 import pickle
+import re
 import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
@@ -37,15 +38,23 @@ _SPECIAL_REBUILDS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage record of the archive: its key, element type and number of elements."""
+    """A storage record of the archive.
+
+    Attributes:
+        key: Its name.
+        dtype: Element type.
+        num_numel: Number of elements.
+        device: Index of the CUDA device that its tensors lay on, where they did.
+    """
 
     key: str
     dtype: DType
     num_numel: int
+    device: int | None = dataclasses.field(default=None, compare=False)
 
     def __reduce__(self) -> tuple[type[StorageRef], tuple[Any, ...]]:
         """Travel between processes by the constructor, which is the only way to make one."""
-        return StorageRef, (self.key, self.dtype, self.num_numel)
+        return StorageRef, (self.key, self.dtype, self.num_numel, self.device)
 
     def __setstate__(self, state: object) -> None:
         """Refuse a state from a pickle."""
@@ -324,7 +333,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> StorageRef | Inert:  # noqa: ANN401
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("an object is stored outside the file")
-        _, kind, key, _location, num_numel = pid[:5]
+        _, kind, key, location, num_numel = pid[:5]
         if len(pid) > 5 and pid[5] is not None:
             raise pickle.UnpicklingError("a storage is a part of another one")
         known = self.storages.get(key) if isinstance(key, str) else None
@@ -337,9 +346,17 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError("a storage is none")
         if type(num_numel) is not int or num_numel < 0:
             raise pickle.UnpicklingError(f"storage {key} claims {num_numel!r} elements")
-        storage = StorageRef(key, kind.dtype or UINT8, num_numel)
+        storage = StorageRef(key, kind.dtype or UINT8, num_numel, _device(location))
         self.storages[key] = storage
         return storage
+
+
+_CUDA = re.compile(r"cuda:(\d{1,4})")
+
+
+def _device(location: Any) -> int | None:  # noqa: ANN401
+    found = _CUDA.fullmatch(location) if isinstance(location, str) else None
+    return int(found[1]) if found else None
 
 
 # What the pickle machine itself raises on damaged or hostile input.

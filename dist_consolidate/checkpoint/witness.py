@@ -21,7 +21,7 @@ from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import FlatGroup, Source
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from dist_consolidate.errors import CheckpointError
+from dist_consolidate.errors import CheckpointError, listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,11 +72,11 @@ def hear(
     if not found.differing:
         return ()
     first = found.differing[0]
-    span = module[first].span
+    span, held = module[first].span, sorted(Fragments(groups).files(partitions[first]))
     what = (
         f"{len(found.differing)} of {found.num_compared} fp32 masters that were looked at hold "
         f"other values than `module` of {span.file if span else 'the model states'}, the first is "
-        f"{first!r}"
+        f"{first!r} (of {listed(held)})"
     )
     if trust_masters:
         return (f"{what}; the masters were taken (--trust-masters)",)

@@ -18,7 +18,7 @@ from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
 from dist_consolidate.checkpoint.transposed import column_major
-from dist_consolidate.errors import Problems
+from dist_consolidate.errors import Problems, listed
 
 # DeepSpeed pads a group to a multiple of 2 * ranks (nccl_start_alignment_factor), releases before
 # 0.5.2 to a multiple of the ranks. More surplus than twice that is no padding but another layout.
@@ -55,7 +55,8 @@ def build(
         # A round of the first stage-1 optimizer is shared by all ranks, and its last ones may be
         # padding; how much of it there is depends on an option that is not recorded.
         spare = max(part.num_numel for part in parts) if optims[0].rounds else 0
-        check_size(group, end_numel, len(optims), problems, spare * len(optims))
+        recorded_in = holder_of_shapes(model, optims[0])
+        check_size(group, end_numel, recorded_in, problems, spare * len(optims))
         witness = testimony.hear(model, group.label, group_shapes, places, problems)
         for name, slot in witness.slots.items():
             shape = group_shapes[name]
@@ -100,6 +101,12 @@ def shapes_by_group(model: ModelState, optim: OptimState, problems: Problems) ->
         )
         return []
     return shapes
+
+
+def holder_of_shapes(model: ModelState, optim: OptimState) -> str:
+    """Name the file whose recorded shapes :func:`shapes_by_group` gives."""
+    in_model = model.param_shapes is not None or optim.param_shapes is None
+    return model.shard.name if in_model else optim.shard.name
 
 
 def flat_group(
@@ -165,26 +172,28 @@ def _parts(optims: Sequence[OptimState], index: int, problems: Problems) -> list
 
 
 def check_size(
-    group: FlatGroup, need_numel: int, ranks: int, problems: Problems, spare_numel: int = 0
+    group: FlatGroup, need_numel: int, recorded_in: str, problems: Problems, spare_numel: int = 0
 ) -> None:
     """Check that the ranks hold what the tensors of a group need, and no more than padding beside.
 
     Args:
         group: The group.
         need_numel: Where its last tensor ends.
-        ranks: Ranks that share it.
+        recorded_in: The file that its tensors' shapes stand in.
         problems: Takes a mismatch.
         spare_numel: Further padding that there may be.
     """
     width = group.dtype.itemsize_bytes
     held = [part.num_bytes // width for part in group.parts]
+    files = listed([f"{n} in {p.file}" for n, p in zip(held, group.parts, strict=True)])
     if sum(held) < need_numel:
         problems.add(
-            f"{group.label}: its parameters need {need_numel} elements, but the ranks hold "
-            f"{sum(held)} ({', '.join(map(str, held[:8]))}{', ...' if len(held) > 8 else ''})"
+            f"{group.label}: its parameters need {need_numel} elements (param_shapes in "
+            f"{recorded_in}), but the ranks hold {sum(held)} ({files})"
         )
-    elif sum(held) > need_numel + _MAX_PADDING_PER_RANK_NUMEL * ranks + spare_numel:
+    elif sum(held) > need_numel + _MAX_PADDING_PER_RANK_NUMEL * len(held) + spare_numel:
         problems.add(
-            f"{group.label}: the ranks hold {sum(held)} elements, but its parameters need only "
-            f"{need_numel}; that is more than padding, so the recorded shapes do not describe it"
+            f"{group.label}: the ranks hold {sum(held)} elements ({files}), but its parameters "
+            f"need only {need_numel} (param_shapes in {recorded_in}); that is more than padding, "
+            "so the recorded shapes do not describe it"
         )

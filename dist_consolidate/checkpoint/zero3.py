@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
-from dist_consolidate.checkpoint.zero12 import flat_group, shapes_by_group
-from dist_consolidate.errors import Problems
+from dist_consolidate.checkpoint.zero12 import flat_group, holder_of_shapes, shapes_by_group
+from dist_consolidate.errors import Problems, listed
 
 
 def build(
@@ -38,7 +38,7 @@ def build(
         parts = [optim.parts[index] for optim in optims]
         group = flat_group(f"sub-group {index}", parts, striped=True, problems=problems)
         slots, need_numel = _slots(len(groups), shapes, len(optims))
-        _check_parts(group, parts, need_numel, problems)
+        _check_parts(group, parts, need_numel, holder_of_shapes(model, optims[0]), problems)
         for name, slot in slots.items():
             sources[name] = Source("fp32 partition", shapes[name], group.dtype, slot)
         groups.append(group)
@@ -55,7 +55,11 @@ def _slots(group: int, shapes: Shapes, ranks: int) -> tuple[dict[str, FlatSlot],
 
 
 def _check_parts(
-    group: FlatGroup, parts: Sequence[TensorSpan], need_numel: int, problems: Problems
+    group: FlatGroup,
+    parts: Sequence[TensorSpan],
+    need_numel: int,
+    recorded_in: str,
+    problems: Problems,
 ) -> None:
     for part in parts:
         if part.num_numel == need_numel:
@@ -68,7 +72,7 @@ def _check_parts(
         else:
             problems.add(
                 f"{part.file}: {group.label} holds {part.num_numel} elements, but its parameters "
-                f"need {need_numel} on each rank"
+                f"need {need_numel} on each rank (param_shapes in {recorded_in})"
             )
 
 
@@ -97,7 +101,11 @@ def frozen(
         ]
         parts = [span for span in spans if span is not None]
         if len(parts) != needed:
-            problems.add(f"frozen parameter {name!r}: {len(parts)} of {ranks} slices are there")
+            without = [s.shard.name for s in models.values() if name not in (s.frozen or {})]
+            problems.add(
+                f"frozen parameter {name!r} ({models[0].shard.name} records it): {len(parts)} of "
+                f"{ranks} slices are there; none in {listed(without) or 'files that are missing'}"
+            )
             continue
         part_numel = -(-math.prod(shape) // ranks)
         if not part_numel:

@@ -15,6 +15,7 @@ from dist_consolidate.checkpoint.model import Checkpoint, Source
 from dist_consolidate.checkpoint.unpickle import ODD_TENSOR
 from dist_consolidate.errors import CheckpointError, UsageError, listing
 from dist_consolidate.plan.ties import Tie, TieMap, build_tie_map
+from dist_consolidate.units import counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,8 +119,8 @@ class _Resolver:
         unlisted = [name for name in self.sources if name not in ckpt.module]
         if unlisted:
             self.notes.append(
-                f"{len(unlisted)} stored parameters are not in `module` and were kept, the first "
-                f"is {unlisted[0]}"
+                f"{counted(len(unlisted), 'stored parameter is', 'stored parameters are')} not in "
+                f"`module`, but kept, the first is {unlisted[0]}"
             )
         missing = []
         lower = 0
@@ -132,7 +133,7 @@ class _Resolver:
             self.sources[name] = key.source
             lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
         self._note_lower(ckpt, lower)
-        reasons = dict.fromkeys(missing, _why_missing(ckpt))
+        reasons = {name: _why_missing(ckpt, name) for name in missing}
         for name, kind in ckpt.odd_entries.items():
             if kind.startswith(ODD_TENSOR) and name not in self.sources:
                 reasons[name] = f"a {kind}, which is not read"
@@ -141,7 +142,8 @@ class _Resolver:
     def _note_lower(self, ckpt: Checkpoint, lower: int) -> None:
         if lower and ckpt.stage:
             self.notes.append(
-                f"{lower} parameters have no fp32 master (frozen, or never given to the "
+                f"{counted(lower, 'parameter has', 'parameters have')} "
+                "no fp32 master (frozen, or never given to the "
                 "optimizer); their 16-bit values come from `module`"
             )
 
@@ -167,9 +169,11 @@ class _Resolver:
             )
 
 
-def _why_missing(ckpt: Checkpoint) -> str:
-    if ckpt.stage != 3:
+def _why_missing(ckpt: Checkpoint, name: str) -> str:
+    if ckpt.stage != 3 and ckpt.pipeline_stages > 1 and ckpt.module[name].is_buffer:
         return "a buffer of a pipeline's tied module of which no stage saved a layer file"
+    if ckpt.stage != 3:
+        return "neither the optimizer states nor `module` hold values of it"
     if ckpt.stage == 3 and not ckpt.saves_frozen:
         return "ZeRO-3 of this release saved no frozen values, or they were excluded when saving"
     return "in no param group when saved: ZeRO-3 keeps such values in no file"
@@ -188,7 +192,8 @@ def _frozen_names(ckpt: Checkpoint, sources: dict[str, Source]) -> tuple[set[str
         if source.origin == "module" and not ckpt.module[name].is_buffer
     }
     note = (
-        f"{len(unknown)} parameters outside the optimizer were left out as frozen; this file does "
+        f"{counted(len(unknown), 'parameter', 'parameters')} "
+        "outside the optimizer left out as frozen; this file does "
         "not tell frozen ones from ones never given to the optimizer"
     )
     return frozen | unknown, note if unknown else ""

@@ -418,7 +418,17 @@ def test_the_user_overrules_the_record(tmp_path):
     got, report = merge(tmp_path, Made(swapped, MEGATRON), tp_rules=path)
     assert_same_bits(got, whole)
     (note,) = report.notes
-    assert "overrules the recorded layout of 1 tensors, the first is column.weight" in note
+    assert "contradicts the recorded layout of 1 tensor, and was followed" in note
+    assert "the first is column.weight (recorded by mp_rank_00" in note
+
+
+def test_a_rule_that_says_what_is_recorded(tmp_path):
+    """In other words: the record splits by default, and names what lies in columns."""
+    whole, shards = megatron_model()
+    path = rules(tmp_path, 'match = "column.weight"\ndim = 0', 'match = "row.weight"\ndim = 1')
+    got, report = merge(tmp_path, Made(shards, MEGATRON), tp_rules=path)
+    assert_same_bits(got, whole)
+    assert report.notes == ()
 
 
 @pytest.mark.parametrize("kind", ["replicated", "average"])
@@ -436,7 +446,7 @@ def test_copies_that_differ(tmp_path, kind):
     path = rules(tmp_path, f'match = "x"\n{kind} = true\ntake_rank = 1', split)
     report = consolidate(tmp_path / "run", tmp_path / "out", tp_rules=path)
     assert_same_bits(load_output(tmp_path / "out"), whole | {"x": drifted})
-    assert any("of 1 tensors one rank's copy was taken" in note for note in report.notes)
+    assert any("of 1 tensor one rank's copy was taken" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(

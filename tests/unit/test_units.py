@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_consolidate.units import format_bytes, parse_size, plural
+from dist_consolidate.units import counted, format_bytes, parse_size, plural
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,9 @@ def test_large_sizes_have_no_exponent():
 )
 def test_counts(count, text):
     assert plural(count, "file") == text
+
+
+def test_counted() -> None:
+    assert counted(1, "tensor has", "tensors have") == "1 tensor has"
+    assert counted(0, "tensor has", "tensors have") == "0 tensors have"
+    assert counted(2000, "tensor has", "tensors have") == "2,000 tensors have"
