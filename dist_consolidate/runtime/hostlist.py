@@ -7,6 +7,7 @@ Written after what ``scontrol show hostnames`` makes of them
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 
@@ -36,10 +37,7 @@ def expand_hosts(text: str) -> list[str]:
         # Every other part is what stands in brackets.
         parts = _BRACKETS.split(entry)
         choices = [list(_numbers(part)) if at % 2 else [part] for at, part in enumerate(parts)]
-        size = len(hosts)
-        for choice in choices:
-            size *= len(choice)
-        if size > _MAX_ENTRIES:
+        if len(hosts) + math.prod(map(len, choices)) > _MAX_ENTRIES:
             raise ValueError(f"more than {_MAX_ENTRIES} hosts")
         hosts += ["".join(choice) for choice in itertools.product(*choices)]
     return hosts

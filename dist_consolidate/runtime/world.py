@@ -198,8 +198,8 @@ def _meet(device: torch.device, launched: Launched) -> None:
     from torch.distributed.rendezvous import rendezvous
 
     # torchrun's agent may hold the store already.
-    ours = f"tcp://{launched.address}:{launched.port}"
-    url = "env://" if launched.launcher == "torchrun" else ours
+    host = f"[{launched.address}]" if ":" in (launched.address or "") else launched.address
+    url = "env://" if launched.launcher == "torchrun" else f"tcp://{host}:{launched.port}"
     rank, size = launched.rank, launched.size
     store, _, _ = next(rendezvous(url, rank, size))
     hardware = _tell_hardware(PrefixStore("devices", store), device, launched)
