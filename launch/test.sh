@@ -3,6 +3,9 @@
 #
 #   bash launch/test.sh [PYTEST_ARGUMENT...]      for example: tests/unit -k archive
 #
+# Tests that start SLURM, MPI or network namespaces are skipped where these are missing. With
+# DIST_CONSOLIDATE_REQUIRE=slurm,mpi,netns they fail there.
+#
 # Environment: PYTEST_WORKERS, how many tests run at a time (default 2; 0: in one process), and
 # what _environment.sh names.
 set -euo pipefail

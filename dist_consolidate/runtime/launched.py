@@ -27,7 +27,7 @@ class Launched:
         size: Number of processes.
         local_rank: Its number on its host; ``None`` where the launcher does not say.
         local_size: Number of processes on its host; ``None`` where the launcher does not say.
-        address: Where rank 0 can be met; ``None`` for a process on its own.
+        address: Where this process meets rank 0; ``None`` for a process on its own.
         port: The port there.
     """
 
@@ -52,7 +52,10 @@ def find_launched(environ: Mapping[str, str] = os.environ) -> Launched:
     Raises:
         UsageError: If a launcher's variables are set by half or hold no numbers.
     """
-    return _torchrun(environ) or Launched()
+    # They need what stands below.
+    from dist_consolidate.runtime import slurm
+
+    return _torchrun(environ) or slurm.launched(environ) or Launched()
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launched | None:
@@ -77,8 +80,16 @@ def _torchrun(environ: Mapping[str, str]) -> Launched | None:
     )
 
 
-def number(environ: Mapping[str, str], name: str) -> int:
+def number(environ: Mapping[str, str], name: str, max_digits: int = 9) -> int:
     """Read a variable that must be set and hold a number of at most nine digits.
+
+    Args:
+        environ: The environment.
+        name: The variable.
+        max_digits: Where it may have more.
+
+    Returns:
+        The number.
 
     Raises:
         UsageError: If it does not.
@@ -86,6 +97,6 @@ def number(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name)
     if value is None:
         raise UsageError(f"{name} is not set")
-    if not (value.isascii() and value.isdigit() and len(value) < 10):
+    if not (value.isascii() and value.isdigit() and len(value) <= max_digits):
         raise UsageError(f"{name} must be a number; found {value!r}")
     return int(value)

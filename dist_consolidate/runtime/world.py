@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.errors import UsageError
 from dist_consolidate.runtime.control import TIMEOUT, Control
 from dist_consolidate.runtime.launched import Launched, find_launched
+from dist_consolidate.runtime.sharing import Hardware, each_has_its_own, hardware_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,12 +94,11 @@ def _device_index(launched: Launched) -> int:
     return 0
 
 
-def _backend(device: torch.device, local_size: int) -> str:
+def _backend(device: torch.device, hardware: Sequence[Hardware]) -> str:
     """NCCL (or its like) for accelerators, gloo for CPUs and where ranks share an accelerator."""
-    import torch
     import torch.distributed as dist
 
-    if device.type == "cpu" or local_size > torch.accelerator.device_count():
+    if not each_has_its_own(hardware):
         return "gloo"
     return dist.get_default_backend_for_device(device)
 
@@ -174,7 +175,7 @@ def _distributed(device: torch.device, launched: Launched) -> Iterator[World]:
     local_size = launched.local_size or 1
     ours = not dist.is_initialized()
     if ours:
-        _meet(device, launched, _backend(device, local_size))
+        _meet(device, launched)
     group = None
     try:
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -190,11 +191,26 @@ def _distributed(device: torch.device, launched: Launched) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _meet(device: torch.device, launched: Launched, backend: str) -> None:
+def _meet(device: torch.device, launched: Launched) -> None:
     """Initialize the default process group."""
     import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
 
+    # torchrun's agent may hold the store already.
+    host = f"[{launched.address}]" if ":" in (launched.address or "") else launched.address
+    url = "env://" if launched.launcher == "torchrun" else f"tcp://{host}:{launched.port}"
+    rank, size = launched.rank, launched.size
+    store, _, _ = next(rendezvous(url, rank, size))
+    hardware = _tell_hardware(PrefixStore("devices", store), device, launched)
+    backend = _backend(device, hardware)
     options: dict[str, Any] = {} if backend == "gloo" else {"device_id": device}
-    if launched.launcher != "torchrun":  # torchrun's agent may hold the store already
-        options["init_method"] = f"tcp://{launched.address}:{launched.port}"
-    dist.init_process_group(backend, rank=launched.rank, world_size=launched.size, **options)
+    store = PrefixStore("default_pg", store)
+    dist.init_process_group(backend, rank=rank, world_size=size, store=store, **options)
+
+
+def _tell_hardware(store: Store, device: torch.device, launched: Launched) -> list[Hardware]:
+    """Tell all ranks what this one's device is, and learn of theirs, before there is a group."""
+    store.set(str(launched.rank), hardware_of(device, launched.local_size or 1).to_json())
+    told = [store.get(str(rank)) for rank in range(launched.size)]
+    return [Hardware.from_json(text.decode()) for text in told]
