@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dist_consolidate.runtime.interfaces import GLOO, NCCL
 from dist_consolidate.runtime.launched import Launched
 
+_FIREWALLS = "do firewalls let all hosts reach port {port} of {place}, and each other on any port?"
+
 
 def advice(text: str, launched: Launched, environ: Mapping[str, str] = os.environ) -> str:
     """Add to a message what to look at.
@@ -25,11 +27,12 @@ def advice(text: str, launched: Launched, environ: Mapping[str, str] = os.enviro
         f"{name} is {environ[name]!r}" if environ.get(name) else f"{name} is not set"
         for name in (GLOO, NCCL)
     )
+    place = str(launched.address)
+    nearby = place.startswith("127.") or place in ("localhost", "::1")
     hints = [
         f"has every rank started? {launched.launcher}'s variables{by} say that there are "
         f"{launched.size}; --launcher settles a wrong guess",
-        f"do firewalls let all hosts reach port {launched.port} of {launched.address}, and each "
-        "other on any port?",
+        *([] if nearby else [_FIREWALLS.format(port=launched.port, place=place)]),
         f"do all hosts share the network that is used? {chosen}",
         "do some start much later than others? give --rendezvous-timeout more time",
     ]
@@ -44,6 +47,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    texts = [f"{a}" if a == b else f"{a} to {b}" for a, b in spans]
+    texts = [f"{a}" if a == b else f"{a} {'to' if b - a > 1 else 'and'} {b}" for a, b in spans]
     more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts[:8])}{more}"

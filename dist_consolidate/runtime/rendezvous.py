@@ -32,7 +32,7 @@ _NAME_GRACE_SEC = 30.0
 _MIN_PAUSE_SEC, _MAX_PAUSE_SEC = 0.05, 1.0
 # What rank 0 gives others to read why it gives up, before its store is gone.
 _LINGER_SEC = 5.0
-_PROBLEM, _READ = "problem", "read"
+_COUNT, _PROBLEM, _READ = "count", "problem", "read"
 
 
 def _open_store(port: int, timeout_sec: float, listening: socket.socket | None) -> Any:  # noqa: ANN401
@@ -186,29 +186,30 @@ def _gather(
         if problem is not None:
             here.compare_set(_PROBLEM, "", f"2 {problem}")
         here.set(str(launched.rank), socket.gethostname())
-        if not _all_there(here, ranks, deadline):
+        if not _all_there(here, launched.size, deadline):
             missing = [rank for rank in ranks if not here.check([str(rank)])]
             here.compare_set(_PROBLEM, "", f"1 {_who_came(here, launched, timeout_sec, missing)}")
-            for rank in missing:  # so that nobody waits for them any longer
-                here.set(str(rank), "")
+            here.add(_COUNT, launched.size)  # so that nobody waits any longer
         if not here.check([_PROBLEM]):
             return
         code, _, text = here.get(_PROBLEM).decode().partition(" ")
-        _let_read(here, launched, [rank for rank in ranks if here.get(str(rank))])
+        _let_read(here, launched, sum(here.check([str(rank)]) for rank in ranks))
     except RuntimeError as error:
         lost = f"the store at {_place(launched)} was lost ({_line(error)}): rank 0 has ended"
         raise RendezvousError(advice(lost, launched)) from error
     raise RendezvousError(text, int(code))
 
 
-def _all_there(here: Any, ranks: Sequence[int], deadline: float) -> bool:  # noqa: ANN401
-    from torch.distributed import DistStoreError
-
-    left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1))
-    try:
-        here.wait([str(rank) for rank in ranks], left)
-    except DistStoreError:
-        return False
+def _all_there(here: Any, size: int, deadline: float) -> bool:  # noqa: ANN401
+    """Wait for all ranks. The store could wait for us, but torch warns of waits that end."""
+    started, count = time.monotonic(), here.add(_COUNT, 1)
+    while count < size:
+        now = time.monotonic()
+        if now > deadline:
+            return False
+        # Short waits must end soon, and long ones need few questions.
+        time.sleep(min((now - started) / 16 + 0.005, _MAX_PAUSE_SEC, deadline - now + 0.001))
+        count = here.add(_COUNT, 0)
     return True
 
 
@@ -229,11 +230,11 @@ def _who_came(
     )
 
 
-def _let_read(here: Any, launched: Launched, readers: Sequence[int]) -> None:  # noqa: ANN401
+def _let_read(here: Any, launched: Launched, num_readers: int) -> None:  # noqa: ANN401
     """Keep rank 0, which may hold the store, until all that have come know why it ends."""
     here.add(_READ, 1)
     until = time.monotonic() + _LINGER_SEC
-    while launched.rank == 0 and time.monotonic() < until and here.add(_READ, 0) < len(readers):
+    while launched.rank == 0 and time.monotonic() < until and here.add(_READ, 0) < num_readers:
         time.sleep(_MIN_PAUSE_SEC)
 
 
