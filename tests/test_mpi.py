@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from dist_consolidate.errors import RendezvousError
 from dist_consolidate.runtime.launched import Launched
-from dist_consolidate.runtime.rendezvous import meet
+from dist_consolidate.runtime.rendezvous import connecting, meet
 from tests import test_failures
 from tests.cases import assert_same_bits, load_output
 from tests.requirements import require
@@ -58,7 +59,7 @@ WATCHED = """
 import sys
 from dist_consolidate.cli import main
 code = main(sys.argv[1:])
-loaded = [name for name in ("torch", "numpy", "mpi4py") if name in sys.modules]
+loaded = [name for name in ("torch", "mpi4py") if name in sys.modules]
 sys.exit(f"loaded {loaded}" if loaded else code)
 """
 
@@ -151,7 +152,8 @@ def test_without_mpi4py_nothing_is_written(mpi: None, truth: Truth, tmp_path: Pa
     arguments = ["-m", "dist_consolidate", truth.tag_dir.parent, out]
     ended = mpirun(2, arguments, {"PYTHONPATH": path})
     assert ended.returncode == 2, ended
-    assert ended.stderr.count(MESSAGE) <= 1, ended
+    # Once, unless one process is through before the other has begun.
+    assert ended.stderr.count(MESSAGE) in (1, 2), ended
     for word in ("OMPI_COMM_WORLD_SIZE", "pip install mpi4py", "torchrun"):
         assert word in ended.stderr, ended
     assert not out.exists()
@@ -256,6 +258,17 @@ def test_a_port_that_is_taken() -> None:
         message = refusal(Launched("slurm", 0, 2, address="127.0.0.1", port=port))
     assert f"cannot listen on port {port} of host {socket.gethostname()}" in message
     assert "MASTER_PORT" in message
+
+
+def test_what_torch_says_when_ranks_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
+    launched = Launched("mpi", 0, 1, address="127.0.0.1", port=1)
+    with pytest.raises(RendezvousError) as caught, connecting(launched):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    message = str(caught.value)
+    assert message.startswith(f"rank 0 of 1 on host {socket.gethostname()} has met the others")
+    assert "Unable to find address for: nowhere7" in message
+    assert "GLOO_SOCKET_IFNAME is 'nowhere7'" in message
 
 
 if __name__ == "__main__":

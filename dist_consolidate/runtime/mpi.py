@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 from dist_consolidate.errors import Caught, ConsolidateError, RendezvousError, UsageError
 from dist_consolidate.runtime.interfaces import address_for
 from dist_consolidate.runtime.launched import Launched, number
+from dist_consolidate.runtime.voice import Voice
 
 # Rank, size, local rank, local size. Sources: "Environment variables" in mpirun(1) of Open MPI,
 # MPICH's hydra (Intel MPI's mpiexec is one) and the user guide of MVAPICH2.
@@ -104,9 +106,20 @@ def join(told: Launched) -> tuple[Launched, socket.socket | None]:
         the socket that listens there.
 
     Raises:
-        UsageError: If mpi4py or its library is missing, or belongs to another MPI than mpirun.
-        RendezvousError: If rank 0 has no port to listen on.
+        RendezvousError: If mpi4py or its library is missing, or belongs to another MPI than
+            mpirun, or rank 0 has no port to listen on.
     """
+    # All processes of a host have one parent, mpirun's daemon there.
+    voice = Voice(f"mpi {os.getppid()}")
+    try:
+        return _join(told)
+    except ConsolidateError as error:
+        refused = RendezvousError(str(error), error.exit_code)
+        refused.spoken_for = voice.is_taken()
+        raise refused from error
+
+
+def _join(told: Launched) -> tuple[Launched, socket.socket | None]:
     with _started(told) as mpi:
         world = mpi.COMM_WORLD
         _check_size(told, world.Get_size(), mpi.Get_library_version())

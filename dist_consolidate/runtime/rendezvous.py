@@ -129,10 +129,11 @@ def _reach(
             return max(deadline - time.monotonic(), 1.0)
         except (OSError, UnicodeError) as error:
             unnamed = isinstance(error, socket.gaierror | UnicodeError)
-            if time.monotonic() + pause_sec > (named_by if unnamed else deadline):
+            left_sec = (named_by if unnamed else deadline) - time.monotonic()
+            if left_sec <= 0:
                 why = _reason(launched, error, unnamed=unnamed)
                 raise RendezvousError(_unreachable(launched, timeout_sec, why)) from error
-        time.sleep(pause_sec)
+        time.sleep(min(pause_sec, left_sec))
         pause_sec = min(2 * pause_sec, _MAX_PAUSE_SEC)
 
 

@@ -11,8 +11,9 @@ import os
 import socket
 import time
 
-# A rank that is silent must not end before the one that speaks: the launcher may then stop all.
-_PATIENCE_SEC, _PAUSE_SEC = 5.0, 0.05
+# How long the rank that speaks may take to fail after another one has; and how long a silent rank
+# stays, so that a launcher that stops all at the first one's end does not stop the one that speaks.
+_PATIENCE_SEC, _STAY_SEC, _PAUSE_SEC = 15.0, 3.0, 0.05
 
 
 class Voice:
@@ -26,30 +27,52 @@ class Voice:
         """
         digest = hashlib.sha256(f"{os.getuid()} {place}".encode()).hexdigest()[:32]
         self._name = f"\0dist-consolidate/{digest}"
-        self._speaks = self._take()
+        self._speaks = _take(self._name)
 
     def is_taken(self) -> bool:
-        """Tell whether another rank has spoken; wait until it has.
+        """Tell, on a rank that fails, whether another rank speaks; wait until it has spoken.
 
         Returns:
-            ``False`` if this rank has to speak: it took the name, or who took it does not end.
+            ``False`` if this rank has to speak: it took the name, or who took it does not fail.
         """
+        speaking = f"{self._name}/speaks"
         if self._speaks:
+            _take(speaking)
             return False
         until = time.monotonic() + _PATIENCE_SEC
-        while time.monotonic() < until:
-            if self._take():
-                return True
+        while not _is_held(speaking):
+            if not _is_held(self._name):
+                return True  # it has spoken and ended between two looks
+            if time.monotonic() > until:
+                return False
             time.sleep(_PAUSE_SEC)
-        return False
-
-    def _take(self) -> bool:
-        taking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            taking.bind(self._name)
-        except OSError:
-            taking.close()
-            return False
-        # Kept until this process ends: a rank that went on has not spoken for those that did not.
-        taking.detach()
+        until = time.monotonic() + _STAY_SEC
+        while _is_held(speaking) and time.monotonic() < until:
+            time.sleep(_PAUSE_SEC)
         return True
+
+
+def _take(name: str) -> bool:
+    """Take a name until this process ends: a rank that went on has not spoken for the others."""
+    taking = _bound(name)
+    if taking is None:
+        return False
+    taking.detach()
+    return True
+
+
+def _is_held(name: str) -> bool:
+    found = _bound(name)
+    if found is not None:
+        found.close()
+    return found is None
+
+
+def _bound(name: str) -> socket.socket | None:
+    binding = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        binding.bind(name)
+    except OSError:
+        binding.close()
+        return None
+    return binding

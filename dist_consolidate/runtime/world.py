@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import socket
 import sys
 from collections.abc import Iterator
@@ -225,7 +226,9 @@ def _meet(
 
     is_gloo = backend == "gloo"
     store = rendezvous.meet(launched, timeout_sec, listening, with_nccl=not is_gloo)
-    options: dict[str, Any] = {} if is_gloo else {"device_id": device}
+    options: dict[str, Any] = {"device_id": device}
+    if is_gloo:  # no weights pass through this group: its time is what connecting may take
+        options = {"timeout": datetime.timedelta(seconds=timeout_sec)}
     with rendezvous.connecting(launched):
         dist.init_process_group(
             backend,
