@@ -54,25 +54,25 @@ class Voice:
 
 def _take(name: str) -> bool:
     """Take a name until this process ends: a rank that went on has not spoken for the others."""
-    taking = _bound(name)
-    if taking is None:
+    taking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        taking.bind(name)
+    except OSError:
+        taking.close()
         return False
+    taking.listen()
     taking.detach()
     return True
 
 
 def _is_held(name: str) -> bool:
-    found = _bound(name)
-    if found is not None:
-        found.close()
-    return found is None
-
-
-def _bound(name: str) -> socket.socket | None:
-    binding = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        binding.bind(name)
-    except OSError:
-        binding.close()
-        return None
-    return binding
+    """Tell whether a process has a name, without taking it for a moment."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(name)
+        except BlockingIOError:
+            return True  # asked by so many that the queue is full
+        except OSError:
+            return False
+    return True

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,7 @@ from dist_consolidate.errors import UsageError
 from dist_consolidate.runtime.hints import ranks_text
 from dist_consolidate.runtime.interfaces import address_for, interface_address, interface_problem
 from dist_consolidate.runtime.launched import Launched, find_launched
+from dist_consolidate.runtime.voice import Voice
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -157,3 +162,50 @@ def test_the_address_for_others() -> None:
 )
 def test_ranks_for_people(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
+
+
+SPEAKER = """
+import sys, time
+from dist_consolidate.runtime.voice import Voice
+voice = Voice(sys.argv[1])
+print(voice._speaks, flush=True)
+sys.stdin.readline()
+print(voice.is_taken(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def speaker() -> Iterator[subprocess.Popen[str]]:
+    """Another process that has taken the word at the place ``here``, and waits."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SPEAKER, "here"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        yield process
+        process.kill()
+
+
+def test_one_process_of_a_host_speaks(
+    speaker: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert speaker.stdin is not None
+    assert speaker.stdout is not None
+    monkeypatch.setattr("dist_consolidate.runtime.voice._PATIENCE_SEC", 0.2)
+    monkeypatch.setattr("dist_consolidate.runtime.voice._STAY_SEC", 0.2)
+    silent = Voice("here")
+    assert Voice("elsewhere").is_taken() is False
+    # The other one has not failed: somebody has to say something.
+    assert silent.is_taken() is False
+    speaker.stdin.write("\n")
+    speaker.stdin.flush()
+    assert speaker.stdout.readline() == "False\n"
+    assert silent.is_taken() is True
+    speaker.stdin.close()
+    speaker.wait()
+    assert silent.is_taken() is True
