@@ -43,13 +43,17 @@ def consolidate(
     bucket_size: str | int = "auto",
     device: str = "auto",
     io: str = "auto",
+    launcher: str = "auto",
+    rendezvous_timeout: str | float = "5min",
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Report:
     """Turn a ZeRO checkpoint into weight files with every key of the model.
 
     Call it in one plain process, or in every rank of an initialized process group, with the same
-    arguments. The group is left as it was.
+    arguments. The group is left as it was. Nothing is launched or joined here: in a program that
+    torchrun, srun or mpirun started, initialize ``torch.distributed`` first, or each process
+    consolidates on its own. MPI is neither started nor ended.
 
     Args:
         ckpt_dir: The folder DeepSpeed saved into, or a tag folder inside it.
@@ -85,6 +89,9 @@ def consolidate(
         device: ``auto``, ``cpu`` or ``cuda``.
         io: ``auto``, ``buffered`` or ``direct``: whether ``direct`` transport reads and writes
             through the page cache.
+        launcher: Whose variables say which device of its host is this rank's, where the group
+            does not: ``auto``, ``torchrun``, ``slurm``, ``mpi`` or ``none``.
+        rendezvous_timeout: How long the command line's ranks wait for each other at the start.
         overwrite: Replace an earlier result.
         dry_run: Plan only; nothing is written, and the report says what would be.
 
@@ -118,6 +125,8 @@ def consolidate(
             "bucket_size": bucket_size,
             "device": device,
             "io": io,
+            "launcher": launcher,
+            "rendezvous_timeout": rendezvous_timeout,
             "overwrite": overwrite,
             "dry_run": dry_run,
         }
@@ -147,7 +156,7 @@ def run(
         ckpt_dir: As :func:`consolidate`.
         output_dir: As :func:`consolidate`.
         options: The options.
-        launch: Join the other processes that torchrun started.
+        launch: Join the other processes that the launcher started.
         tell: Called with what goes wrong, on each rank, before any rank leaves: a launcher stops
             all processes as soon as one has ended, and must not stop the one that says why.
 
@@ -162,7 +171,13 @@ def run(
 
     target = None if output_dir is None else Path(output_dir)
     lean = options.device != "cuda" and options.transport in ("auto", "direct")
-    with join_world(options.device, launch=launch, lean=lean) as world:
+    with join_world(
+        options.device,
+        launch=launch,
+        lean=lean,
+        launcher=options.launcher,
+        rendezvous_timeout_sec=options.rendezvous_timeout_sec,
+    ) as world:
         try:
             return run_consolidation(Path(ckpt_dir), target, options, world)
         except Exception as error:

@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_result(parser.add_argument_group("what is written"))
     _add_names(parser.add_argument_group("names"))
     _add_moving(parser.add_argument_group("how it is done"))
+    _add_meeting(parser.add_argument_group("how the ranks meet"))
     return parser
 
 
@@ -159,6 +160,21 @@ def _add_moving(group: argparse._ArgumentGroup) -> None:
         help="direct transport: buffered (through the page cache), direct (past it), auto: "
         "buffered, copied by the kernel where it can, or as the first part of a large result "
         "turns out (default: auto)",
+    )
+
+
+def _add_meeting(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--launcher",
+        choices=CHOICES["launcher"],
+        help="whose variables say which rank this is; none: a process on its own (default: auto, "
+        "the first found of torchrun's, MPI's and SLURM's)",
+    )
+    add(
+        "--rendezvous-timeout",
+        metavar="TIME",
+        help="how long ranks wait for each other at the start (default: 5min)",
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from dist_consolidate.api import run
 from dist_consolidate.arguments import parse
-from dist_consolidate.errors import Caught, ConsolidateError, UsageError
+from dist_consolidate.errors import Caught, ConsolidateError, RendezvousError, UsageError
 from dist_consolidate.runtime.control import exit_code
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.units import format_bytes, plural
@@ -64,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A batch system's request to stop ends the program in order: nothing half-written is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _allow_many_files()
+    launched = _launched(options.launcher, launched)
+    leads = launched.rank == 0
     told: list[Exception] = []
 
     def tell(error: Exception) -> None:
@@ -85,12 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _launched() -> Launched:
+def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Launched:
     """Tell which rank this is; what is wrong with the environment is told later, by every rank."""
     try:
-        return find_launched()
+        return find_launched(launcher=launcher)
     except UsageError:
-        return Launched()
+        return otherwise or Launched()
 
 
 def _tell(error: Exception, launched: Launched) -> None:
@@ -100,7 +102,11 @@ def _tell(error: Exception, launched: Launched) -> None:
     shared = isinstance(error, ConsolidateError) and error.agreed
     # What is wrong with a machine is told once for each of them.
     local = isinstance(error, UsageError) and bool(launched.local_rank)
-    if launched.rank == 0 or not (shared or local):
+    if isinstance(error, RendezvousError):
+        speaks = not error.spoken_for
+    else:
+        speaks = launched.rank == 0 or not (shared or local)
+    if speaks:
         print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

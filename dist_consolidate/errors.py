@@ -50,6 +50,18 @@ class RankError(ConsolidateError):
         self.exit_code = exit_code
 
 
+class RendezvousError(ConsolidateError):
+    """The ranks could not find or reach each other before the run began."""
+
+    # Set where another rank of this host says the same.
+    spoken_for = False
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        """Keep the exit code: 2 where the environment's variables are wrong."""
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class Caught:
     """A block that must not raise here, because someone else has to hear of it first.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate.errors import UsageError
-from dist_consolidate.units import parse_size
+from dist_consolidate.units import parse_duration, parse_size
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "format": ("safetensors", "bin"),
@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "io": ("auto", "buffered", "direct"),
     "pipeline_names": ("module", "layer"),
+    "launcher": ("auto", "torchrun", "slurm", "mpi", "none"),
 }
 # What may be written beside the weights.
 INCLUDES = ("optimizer",)
@@ -56,6 +57,9 @@ class Options:
         bucket_size: What one round moves, all ranks together, or ``auto``.
         device: ``auto``, ``cpu`` or ``cuda``.
         io: ``auto``, ``buffered`` or ``direct`` (past the page cache).
+        launcher: Whose variables say which rank this is: ``auto``, ``torchrun``, ``slurm``,
+            ``mpi``, or ``none`` for a process on its own.
+        rendezvous_timeout: How long ranks wait for each other at the start, such as ``5min``.
         overwrite: Replace an earlier result.
         dry_run: Plan only.
     """
@@ -82,6 +86,8 @@ class Options:
     bucket_size: str | int = "auto"
     device: str = "auto"
     io: str = "auto"
+    launcher: str = "auto"
+    rendezvous_timeout: str | float = "5min"
     overwrite: bool = False
     dry_run: bool = False
 
@@ -121,6 +127,7 @@ class Options:
             raise UsageError("--strip-prefix: is empty; name what stands before the names")
         _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs
         _ = self.rename_pairs
+        _ = self.rendezvous_timeout_sec
 
     @property
     def tie_policy(self) -> str:
@@ -141,6 +148,14 @@ class Options:
         """Bucket size in bytes; ``None`` for the budget's."""
         auto = self.bucket_size == "auto"
         return None if auto else _size("bucket_size", self.bucket_size)
+
+    @property
+    def rendezvous_timeout_sec(self) -> float:
+        """How long ranks wait for each other at the start."""
+        try:
+            return parse_duration(self.rendezvous_timeout)
+        except ValueError as error:
+            raise UsageError(f"--rendezvous-timeout: {error}") from error
 
     def num_writers(self, size: int) -> int | None:
         """Give how many of ``size`` ranks write; ``None`` for the transport's default."""

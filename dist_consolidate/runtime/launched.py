@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from dist_consolidate.errors import UsageError
@@ -15,6 +15,11 @@ from dist_consolidate.errors import UsageError
 Launcher = Literal["plain", "torchrun", "slurm", "mpi"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOOKED_FOR = {
+    "torchrun": "RANK and WORLD_SIZE",
+    "mpi": "OMPI_COMM_WORLD_RANK, PMI_RANK, MV2_COMM_WORLD_RANK, PMIX_RANK",
+    "slurm": "those of a step, as srun sets them: SLURM_STEP_ID, SLURM_PROCID and others",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,11 +29,12 @@ class Launched:
     Attributes:
         launcher: Who started it; ``plain`` for a process on its own.
         rank: This process.
-        size: Number of processes.
+        size: Number of processes; 0 where only MPI itself can tell.
         local_rank: Its number on its host; ``None`` where the launcher does not say.
         local_size: Number of processes on its host; ``None`` where the launcher does not say.
         address: Where this process meets rank 0; ``None`` for a process on its own.
         port: The port there.
+        variables: Those that decided, for messages.
     """
 
     launcher: Launcher = "plain"
@@ -38,24 +44,47 @@ class Launched:
     local_size: int | None = None
     address: str | None = None
     port: int | None = None
+    variables: tuple[str, ...] = ()
 
 
-def find_launched(environ: Mapping[str, str] = os.environ) -> Launched:
+def find_launched(environ: Mapping[str, str] = os.environ, launcher: str = "auto") -> Launched:
     """Tell who started this process.
 
     Args:
         environ: The environment.
+        launcher: Whose variables to look at; ``auto`` for those of all, ``none`` for nobody's.
 
     Returns:
         What the launcher says; a process on its own where there is none.
 
     Raises:
-        UsageError: If a launcher's variables are set by half or hold no numbers.
+        UsageError: If a launcher's variables are set by half, hold no numbers, or are not there
+            though it was named.
     """
-    # They need what stands below.
-    from dist_consolidate.runtime import slurm
+    for name, find in _finders():
+        if launcher in ("auto", name) and (found := find(environ)) is not None:
+            return found
+    if launcher in ("auto", "none"):
+        return Launched()
+    raise UsageError(
+        f"--launcher {launcher}: none of its variables are set here ({_LOOKED_FOR[launcher]}); "
+        "start it with that launcher, or leave --launcher out"
+    )
 
-    return _torchrun(environ) or slurm.launched(environ) or Launched()
+
+def _finders() -> tuple[tuple[str, Callable[[Mapping[str, str]], Launched | None]], ...]:
+    """Give who may have started this process; the first that has found something wins.
+
+    torchrun may be started by each of the others, and mpirun inside of a SLURM allocation.
+    """
+    # They need what stands here.
+    from dist_consolidate.runtime import mpi, slurm
+
+    return (
+        ("torchrun", _torchrun),
+        ("mpi", mpi.launched),
+        ("slurm", slurm.launched),
+    )
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launched | None:
@@ -77,6 +106,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launched | None:
         number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
         environ.get("MASTER_ADDR"),
         number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,
+        _TORCHRUN,
     )
 
 

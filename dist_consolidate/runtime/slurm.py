@@ -67,9 +67,9 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
     _check_one_component(environ, task)
     if _is_left_over(environ, task):
         return None
-    address, port = _meeting_point(environ, task)
+    address, port, variables = _meeting_point(environ, task)
     here = task.counts[task.node]
-    return Launched("slurm", task.rank, task.size, task.local_rank, here, address, port)
+    return Launched("slurm", task.rank, task.size, task.local_rank, here, address, port, variables)
 
 
 def _check_no_task(environ: Mapping[str, str]) -> None:
@@ -171,17 +171,18 @@ def _is_left_over(environ: Mapping[str, str], task: _Task) -> bool:
     return bool(nodes) and not set(task.hosts) <= set(nodes)
 
 
-def _meeting_point(environ: Mapping[str, str], task: _Task) -> tuple[str, int]:
-    """Give the address and port where the first task listens, as this task reaches it.
+def _meeting_point(environ: Mapping[str, str], task: _Task) -> tuple[str, int, tuple[str, ...]]:
+    """Give the address and port where the first task listens, and the variables that tell.
 
     Scripts like to set ``MASTER_ADDR`` and ``MASTER_PORT``: if both are there, they count.
     """
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
-        return environ["MASTER_ADDR"], number(environ, "MASTER_PORT")
+        return environ["MASTER_ADDR"], number(environ, "MASTER_PORT"), ("MASTER_ADDR", _STEP_ID)
     port = _port(number(environ, "SLURM_JOB_ID", _ID_DIGITS), number(environ, _STEP_ID, _ID_DIGITS))
     _check_first_host(environ, task)
     # On the first host itself no name has to be known.
-    return ("127.0.0.1" if task.node == 0 else task.hosts[0]), port
+    address = "127.0.0.1" if task.node == 0 else task.hosts[0]
+    return address, port, (_HOSTS, _STEP_ID)
 
 
 def _port(job: int, step: int) -> int:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.errors import UsageError
+from dist_consolidate.runtime import mpi, rendezvous
 from dist_consolidate.runtime.control import TIMEOUT, Control
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.sharing import Hardware, each_has_its_own, hardware_of
@@ -111,21 +114,34 @@ def _default_group_carries(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def join_world(device_request: str, *, launch: bool, lean: bool = False) -> Iterator[World]:
+def join_world(
+    device_request: str,
+    *,
+    launch: bool,
+    lean: bool = False,
+    launcher: str = "auto",
+    rendezvous_timeout_sec: float = rendezvous.TIMEOUT_SEC,
+) -> Iterator[World]:
     """Become a rank of the run; everything that was set up is taken down again.
 
     Args:
         device_request: ``auto``, ``cpu`` or ``cuda``.
         lean: A process on its own needs no device; torch is not imported to look for one.
         launch: Initialize the default process group as the launcher says, if there is none.
+        launcher: Whose variables count; see :func:`find_launched`.
+        rendezvous_timeout_sec: How long ranks wait for each other at the start.
 
     Yields:
         This rank's world.
 
     Raises:
         UsageError: If the environment or the device is wrong.
+        RendezvousError: If not all ranks come.
     """
-    launched = find_launched() if launch else _hints()
+    launched = find_launched(launcher=launcher) if launch else _hints(launcher)
+    listening: socket.socket | None = None
+    if launch and launched.launcher == "mpi" and launched.size != 1:
+        launched, listening = mpi.join(launched)
     size = launched.size if launch else 1
     if lean and size == 1 and not _is_initialized():
         yield World(0, 1, None, Control(0, 1))
@@ -133,15 +149,15 @@ def join_world(device_request: str, *, launch: bool, lean: bool = False) -> Iter
     device = choose_device(device_request, _device_index(launched))
     with _current_device(device):
         if size > 1 or _is_initialized():
-            yield from _distributed(device, launched)
+            yield from _distributed(device, launched, rendezvous_timeout_sec, listening)
         else:
             yield World(0, 1, device, Control(0, 1))
 
 
-def _hints() -> Launched:
+def _hints(launcher: str) -> Launched:
     """Say what the environment tells of a group that the caller has made, if it makes sense."""
     try:
-        return find_launched()
+        return find_launched(launcher=launcher)
     except UsageError:
         return Launched()
 
@@ -169,16 +185,22 @@ def _current_device(device: torch.device) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
-def _distributed(device: torch.device, launched: Launched) -> Iterator[World]:
+def _distributed(
+    device: torch.device,
+    launched: Launched,
+    rendezvous_timeout_sec: float,
+    listening: socket.socket | None,
+) -> Iterator[World]:
     import torch.distributed as dist
 
     local_size = launched.local_size or 1
     ours = not dist.is_initialized()
     if ours:
-        _meet(device, launched)
+        _meet(device, launched, rendezvous_timeout_sec, listening)
     group = None
     try:
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        with rendezvous.connecting(launched):
+            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         rank, size = dist.get_rank(), dist.get_world_size()
         carries = device.type == "cpu" or _default_group_carries(device)
         data_group = group if device.type == "cpu" or not carries else dist.group.WORLD
@@ -191,22 +213,30 @@ def _distributed(device: torch.device, launched: Launched) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _meet(device: torch.device, launched: Launched) -> None:
+def _meet(
+    device: torch.device,
+    launched: Launched,
+    timeout_sec: float,
+    listening: socket.socket | None,
+) -> None:
     """Initialize the default process group."""
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import rendezvous
 
-    # torchrun's agent may hold the store already.
-    host = f"[{launched.address}]" if ":" in (launched.address or "") else launched.address
-    url = "env://" if launched.launcher == "torchrun" else f"tcp://{host}:{launched.port}"
-    rank, size = launched.rank, launched.size
-    store, _, _ = next(rendezvous(url, rank, size))
-    hardware = _tell_hardware(PrefixStore("devices", store), device, launched)
-    backend = _backend(device, hardware)
-    options: dict[str, Any] = {} if backend == "gloo" else {"device_id": device}
-    store = PrefixStore("default_pg", store)
-    dist.init_process_group(backend, rank=rank, world_size=size, store=store, **options)
+    store = rendezvous.meet(launched, timeout_sec, listening, with_nccl=device.type != "cpu")
+    with rendezvous.connecting(launched):
+        hardware = _tell_hardware(PrefixStore("devices", store), device, launched)
+        backend = _backend(device, hardware)
+        options: dict[str, Any] = {"device_id": device}
+        if backend == "gloo":  # no weights pass through this group: its time is for connecting
+            options = {"timeout": datetime.timedelta(seconds=timeout_sec)}
+        dist.init_process_group(
+            backend,
+            rank=launched.rank,
+            world_size=launched.size,
+            store=PrefixStore("default_pg", store),
+            **options,
+        )
 
 
 def _tell_hardware(store: Store, device: torch.device, launched: Launched) -> list[Hardware]:

@@ -46,6 +46,8 @@ def test_defaults():
         "bucket_size": "auto",
         "device": "auto",
         "io": "auto",
+        "launcher": "auto",
+        "rendezvous_timeout": "5min",
         "overwrite": False,
         "dry_run": False,
     }
@@ -64,7 +66,7 @@ def test_choices(name):
     assert refusal(**{name: 3}) == f"{flag} 3: must be one of {choices}"
 
 
-@pytest.mark.parametrize("name", ["format", "dtype", "transport", "device", "io"])
+@pytest.mark.parametrize("name", ["format", "dtype", "transport", "device", "io", "launcher"])
 def test_choices_that_cannot_be_left_open(name):
     assert refusal(**{name: None}).startswith(f"--{name} None: must be one of ")
 
@@ -228,6 +230,8 @@ writers = 2
 bucket_size = 1000000
 device = "cpu"
 io = "buffered"
+launcher = "mpi"
+rendezvous_timeout = "90s"
 overwrite = true
 dry_run = true
 """
@@ -242,6 +246,7 @@ dry_run = true
     assert options.trust_masters and options.allow_16bit
     assert (options.tp_rules, options.hf_config) == ("rules.toml", "model")
     assert options.io == "buffered"
+    assert (options.launcher, options.rendezvous_timeout_sec) == ("mpi", 90)
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")
 
 
