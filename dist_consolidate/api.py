@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.errors import ConsolidateError, UsageError
 from dist_consolidate.options import Options, make_options
@@ -36,6 +36,7 @@ def consolidate(
     include: Sequence[str] = (),
     pipeline_names: str = "module",
     tp_rules: StrPath | None = None,
+    tensor_parallel: Mapping[str, Any] | None = None,
     hf_config: StrPath | None = None,
     allow_16bit: bool = False,
     transport: str = "auto",
@@ -43,6 +44,7 @@ def consolidate(
     bucket_size: str | int = "auto",
     device: str = "auto",
     io: str = "auto",
+    timeout: str | float = "30min",
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Report:
@@ -77,6 +79,7 @@ def consolidate(
         pipeline_names: Names of a pipeline's tied layers: ``module`` (once, as ``PipelineModule``
             names them) or ``layer`` (under each layer that has a file).
         tp_rules: A TOML file that says how tensor-parallel shards go together, if need be.
+        tensor_parallel: The same rules themselves: ``{"rule": [{"match": GLOB, ...}, ...]}``.
         hf_config: A tensor-parallel model's ``config.json`` or its folder, for the same purpose.
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
@@ -85,6 +88,7 @@ def consolidate(
         device: ``auto``, ``cpu`` or ``cuda``.
         io: ``auto``, ``buffered`` or ``direct``: whether ``direct`` transport reads and writes
             through the page cache.
+        timeout: How long ranks wait for one that gets nothing done: seconds, or as ``"30min"``.
         overwrite: Replace an earlier result.
         dry_run: Plan only; nothing is written, and the report says what would be.
 
@@ -111,6 +115,7 @@ def consolidate(
             "include": include,
             "pipeline_names": pipeline_names,
             "tp_rules": None if tp_rules is None else os.fspath(tp_rules),
+            "tensor_parallel": tensor_parallel,
             "hf_config": None if hf_config is None else os.fspath(hf_config),
             "allow_16bit": allow_16bit,
             "transport": transport,
@@ -118,6 +123,7 @@ def consolidate(
             "bucket_size": bucket_size,
             "device": device,
             "io": io,
+            "timeout": timeout,
             "overwrite": overwrite,
             "dry_run": dry_run,
         }
@@ -179,6 +185,7 @@ def open_checkpoint(
     *,
     trust_masters: bool = False,
     tp_rules: StrPath | None = None,
+    tensor_parallel: Mapping[str, Any] | None = None,
     hf_config: StrPath | None = None,
 ) -> LazyCheckpoint:
     """Open a ZeRO checkpoint without reading a weight.
@@ -188,6 +195,7 @@ def open_checkpoint(
         tag: Tag to read; by default what ``latest`` names, else the newest step.
         trust_masters: As :func:`consolidate`.
         tp_rules: As :func:`consolidate`.
+        tensor_parallel: As :func:`consolidate`.
         hf_config: As :func:`consolidate`.
 
     Returns:
@@ -201,5 +209,6 @@ def open_checkpoint(
     from dist_consolidate.checkpoint.tensor_settle import merging_from
     from dist_consolidate.lazy import open_lazily
 
-    request = Request(trust_masters=trust_masters, merging=merging_from(tp_rules, hf_config))
+    merging = merging_from(tp_rules, hf_config, tensor_parallel)
+    request = Request(trust_masters=trust_masters, merging=merging)
     return open_lazily(Path(ckpt_dir), tag, request)

@@ -33,7 +33,7 @@ from dist_consolidate.runtime.world import World
 _SHAPING = (
     "format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen", "strip_prefix",
     "rename", "include", "pipeline_names", "trust_masters", "tp_rules",
-    "hf_config", "allow_16bit",
+    "tensor_parallel", "hf_config", "allow_16bit",
 )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def _request(options: Options) -> Request:
         allow_16bit=options.allow_16bit,
         include_optimizer="optimizer" in options.include,
         pipeline_names=options.pipeline_names,
-        merging=merging_from(options.tp_rules, options.hf_config),
+        merging=merging_from(options.tp_rules, options.hf_config, options.tensor_parallel),
     )
 
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them, and back.
+"""Sizes in bytes and durations as people write them, and back.
 
 Units are decimal, as on the Hugging Face Hub (``5GB`` is 5 * 10**9 bytes); ``KiB``, ``MiB``,
 ``GiB`` and ``TiB`` are the binary ones.
@@ -26,6 +26,15 @@ _FACTORS = {
 }
 _MAX_DIGITS = 30
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SECONDS = {
+    **dict.fromkeys(("ms",), 0.001),
+    **dict.fromkeys(("", "s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
+_MAX_DURATION_SEC = 366 * 86400.0
+_DURATION_PART = re.compile(r"\s*(\d{1,12}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str | int) -> int:
@@ -54,6 +63,41 @@ def parse_size(text: str | int) -> int:
     if num_bytes < 1:
         raise ValueError(f"{text!r} is below one byte")
     return num_bytes
+
+
+def parse_duration(text: str | float) -> float:
+    """Turn ``"30min"``, ``"90s"``, ``"1h30min"`` or a plain number into seconds.
+
+    Args:
+        text: A duration with an optional unit; a number without one counts seconds.
+
+    Returns:
+        The duration in seconds, above 0 and at most 366 days.
+
+    Raises:
+        ValueError: If the text is no duration, or one that long or short cannot be waited for.
+    """
+    written = str(text).lower()
+    if isinstance(text, bool) or not re.fullmatch(f"(?:{_DURATION_PART.pattern})+\\s*", written):
+        raise ValueError(f"{text!r} is not a duration; write it like 30min, 90s or 2h")
+    parts = _DURATION_PART.findall(written)
+    units = [unit for _, unit in parts]
+    if any(unit not in _SECONDS for unit in units) or (len(units) > 1 and "" in units):
+        raise ValueError(f"{text!r} is not a duration; write it like 30min, 90s or 2h")
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is no time at all")
+    if seconds > _MAX_DURATION_SEC:
+        raise ValueError(f"{text!r} is longer than a year")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Write a duration for people: ``30 min``, ``90 s``, ``1.5 s``."""
+    if seconds >= 120 and seconds % 60 == 0:
+        minutes = int(seconds) // 60
+        return f"{minutes // 60} h" if minutes % 60 == 0 else f"{minutes} min"
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dist_consolidate.config_file import load_config
 from dist_consolidate.errors import UsageError
-from dist_consolidate.options import CHOICES, Options, load_config, make_options
+from dist_consolidate.options import CHOICES, Options, make_options
 
 
 def refusal(**values: object) -> str:
@@ -39,6 +40,7 @@ def test_defaults():
         "include": (),
         "pipeline_names": "module",
         "tp_rules": None,
+        "tensor_parallel": None,
         "hf_config": None,
         "allow_16bit": False,
         "transport": "auto",
@@ -46,6 +48,7 @@ def test_defaults():
         "bucket_size": "auto",
         "device": "auto",
         "io": "auto",
+        "timeout": "30min",
         "overwrite": False,
         "dry_run": False,
     }
@@ -192,7 +195,9 @@ def test_globs():
 
 def test_unknown_options():
     message = refusal(zeal=1, form="bin")
-    assert message.startswith("unknown option form, zeal; known are allow_16bit, allow_missing, ")
+    assert message.startswith(
+        "unknown option form (did you mean format?), zeal; known are allow_16bit, allow_missing, "
+    )
 
 
 # The TOML form.
@@ -228,11 +233,14 @@ writers = 2
 bucket_size = 1000000
 device = "cpu"
 io = "buffered"
+timeout = "5min"
 overwrite = true
 dry_run = true
 """
     values = load_config(config(tmp_path, text))
-    assert set(values) == {field.name for field in dataclasses.fields(Options)}
+    # In place of tp_rules there may be the rules themselves.
+    others = {field.name for field in dataclasses.fields(Options)} - {"tensor_parallel"}
+    assert set(values) == others
     options = make_options(values)
     assert (options.tag, options.format, options.dtype) == ("global_step7", "bin", "keep")
     assert (options.max_shard_bytes, options.bucket_bytes) == (10**9, 10**6)
@@ -240,7 +248,10 @@ dry_run = true
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
     assert options.trust_masters and options.allow_16bit
-    assert (options.tp_rules, options.hf_config) == ("rules.toml", "model")
+    assert (options.tp_rules, options.hf_config) == (
+        str(tmp_path / "rules.toml"),
+        str(tmp_path / "model"),
+    )
     assert options.io == "buffered"
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")
 
@@ -252,7 +263,7 @@ def test_an_empty_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("formt = 'bin'", "unknown option formt; known are"),
+        ("formt = 'bin'", "unknown option formt (did you mean format?); known are"),
         ("[consolidate]\nformat = 'bin'", "unknown option consolidate"),
         ("format = 3", "--format 3: must be one of"),
         ("format = ['bin']", "--format ['bin']: must be one of"),

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_consolidate.units import format_bytes, parse_size, plural
+from dist_consolidate.units import (
+    format_bytes,
+    format_duration,
+    parse_duration,
+    parse_size,
+    plural,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +100,32 @@ def test_large_sizes_have_no_exponent():
 )
 def test_counts(count, text):
     assert plural(count, "file") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30min", 1800), ("90s", 90), ("2h", 7200), ("1h30min", 5400), ("1.5 m", 90), (5, 5),
+        ("5", 5), (0.25, 0.25), ("250ms", 0.25), ("1 day", 86400), (" 2 Hours ", 7200),
+    ],
+)  # fmt: skip
+def test_durations(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "soon", "5x", "-5s", "0", "0s", "1:30", "5 5", "400d", "min", True, None, "1e9", "inf",
+     "9" * 400, float("nan"), [5]],
+)  # fmt: skip
+def test_durations_that_are_none(text):
+    with pytest.raises(ValueError, match=r"duration|no time|year"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1800, "30 min"), (7200, "2 h"), (90, "90 s"), (2.5, "2.5 s"), (119, "119 s"), (120, "2 min")],
+)
+def test_durations_for_people(seconds, text):
+    assert format_duration(seconds) == text
