@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from dist_consolidate.options import Options, make_options
 if TYPE_CHECKING:
     from dist_consolidate.lazy import LazyCheckpoint
     from dist_consolidate.report import Report
+    from dist_consolidate.runtime.watch import Watch
 
 StrPath = str | os.PathLike[str]
 
@@ -145,7 +146,7 @@ def run(
     options: Options,
     *,
     launch: bool,
-    tell: Callable[[Exception], None] | None = None,
+    watch: Watch | None = None,
 ) -> Report:
     """Consolidate with options made already.
 
@@ -154,8 +155,9 @@ def run(
         output_dir: As :func:`consolidate`.
         options: The options.
         launch: Join the other processes that torchrun started.
-        tell: Called with what goes wrong, on each rank, before any rank leaves: a launcher stops
-            all processes as soon as one has ended, and must not stop the one that says why.
+        watch: Who ends this process where the main thread cannot. It is told of what goes wrong, on
+            each rank, before any rank leaves: a launcher stops all processes as soon as one has
+            ended, and must not stop the one that says why.
 
     Returns:
         The report.
@@ -168,12 +170,15 @@ def run(
 
     target = None if output_dir is None else Path(output_dir)
     lean = options.device != "cuda" and options.transport in ("auto", "direct")
-    with join_world(options.device, launch=launch, lean=lean) as world:
+    timeout_sec = options.timeout_sec
+    with join_world(
+        options.device, launch=launch, lean=lean, timeout_sec=timeout_sec, watch=watch
+    ) as world:
         try:
             return run_consolidation(Path(ckpt_dir), target, options, world)
-        except Exception as error:
-            if tell is not None:
-                tell(error)
+        except BaseException as error:
+            if watch is not None:
+                watch.tell(watch.settle(error))
             if isinstance(error, ConsolidateError) and error.agreed:
                 world.control.part()
             raise

@@ -17,6 +17,8 @@ class ConsolidateError(Exception):
     exit_code = 1
     # Set where all ranks raise in the same round, so that they can still talk to each other.
     agreed = False
+    # Set where another rank is the one to say it.
+    silent = False
 
 
 class UsageError(ConsolidateError):
@@ -48,6 +50,10 @@ class RankError(ConsolidateError):
         """Keep the failing rank's exit code beside its message."""
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class LostError(RankError):
+    """Contact with another rank was lost; which one it is, and why, is not known here."""
 
 
 class Caught:

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.errors import UsageError
-from dist_consolidate.runtime.control import TIMEOUT, Control
+from dist_consolidate.runtime.control import TIMEOUT_SEC, Control
 from dist_consolidate.runtime.launched import Launched, find_launched
 
 if TYPE_CHECKING:
     import torch
+
+    from dist_consolidate.runtime.watch import Watch
+
+# Where a watch tells live ranks from dead ones, a rank may wait for one that gets on.
+_PATIENCE = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,13 +116,22 @@ def _default_group_carries(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def join_world(device_request: str, *, launch: bool, lean: bool = False) -> Iterator[World]:
+def join_world(
+    device_request: str,
+    *,
+    launch: bool,
+    lean: bool = False,
+    timeout_sec: float = TIMEOUT_SEC,
+    watch: Watch | None = None,
+) -> Iterator[World]:
     """Become a rank of the run; everything that was set up is taken down again.
 
     Args:
         device_request: ``auto``, ``cpu`` or ``cuda``.
         lean: A process on its own needs no device; torch is not imported to look for one.
         launch: Initialize the default process group as the launcher says, if there is none.
+        timeout_sec: How long ranks wait for one that gets nothing done.
+        watch: Who ends this process where the main thread cannot.
 
     Yields:
         This rank's world.
@@ -127,14 +142,14 @@ def join_world(device_request: str, *, launch: bool, lean: bool = False) -> Iter
     launched = find_launched() if launch else _hints()
     size = launched.size if launch else 1
     if lean and size == 1 and not _is_initialized():
-        yield World(0, 1, None, Control(0, 1))
+        yield World(0, 1, None, Control(0, 1, watch=watch))
         return
     device = choose_device(device_request, _device_index(launched))
     with _current_device(device):
         if size > 1 or _is_initialized():
-            yield from _distributed(device, launched)
+            yield from _distributed(device, launched, timeout_sec, watch)
         else:
-            yield World(0, 1, device, Control(0, 1))
+            yield World(0, 1, device, Control(0, 1, watch=watch))
 
 
 def _hints() -> Launched:
@@ -168,7 +183,9 @@ def _current_device(device: torch.device) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
-def _distributed(device: torch.device, launched: Launched) -> Iterator[World]:
+def _distributed(
+    device: torch.device, launched: Launched, timeout_sec: float, watch: Watch | None
+) -> Iterator[World]:
     import torch.distributed as dist
 
     local_size = launched.local_size or 1
@@ -177,17 +194,31 @@ def _distributed(device: torch.device, launched: Launched) -> Iterator[World]:
         _meet(device, launched, _backend(device, local_size))
     group = None
     try:
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         rank, size = dist.get_rank(), dist.get_world_size()
+        patience = 1 if watch is None or size == 1 else _PATIENCE
+        group = _new_group(patience * timeout_sec)
+        control = Control(rank, size, group, timeout_sec=timeout_sec, watch=watch)
+        if watch is not None and size > 1 and not watch.join(control, launched.address):
+            # Nobody tells who lives: then the group's own timeout must.
+            dist.destroy_process_group(group)
+            group = _new_group(timeout_sec)
+            control = Control(rank, size, group, timeout_sec=timeout_sec, watch=watch)
         carries = device.type == "cpu" or _default_group_carries(device)
         data_group = group if device.type == "cpu" or not carries else dist.group.WORLD
-        control = Control(rank, size, group)
         yield World(rank, size, device, control, local_size, data_group, carries)
     finally:
+        if watch is not None:
+            watch.part()
         if group is not None:
             dist.destroy_process_group(group)
         if ours:
             dist.destroy_process_group()
+
+
+def _new_group(timeout_sec: float) -> Any:  # noqa: ANN401 - a process group
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_sec))
 
 
 def _meet(device: torch.device, launched: Launched, backend: str) -> None:
