@@ -124,7 +124,7 @@ class Watch:
         if control.rank == 0:
             with contextlib.suppress(OSError):
                 self._hub = Hub(control.hosts, self._timeout_sec, self.beat_sec)
-                names = [n for n in (address, socket.getfqdn(), socket.gethostname()) if n]
+                names = [name for name in (address, socket.gethostname()) if name]
                 where = (list(dict.fromkeys(names)), self._hub.port, self._hub.token)
         where = control.broadcast(where)
         line = None if where is None else _connect(control.rank, *where)
