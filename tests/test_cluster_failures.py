@@ -68,7 +68,7 @@ def test_a_stopped_rank_is_named(
     ended = start(f"stop:{place}:{rank}", arguments, out, stops=rank)
     assert ended[1 - rank].returncode == 1, show(ended)
     (message,) = messages(ended)
-    assert message.startswith(f"rank {rank} (on {HOST}) was not heard of for 5 s"), message
+    assert message.startswith(f"rank {rank} (on {HOST}): not heard of for 5 s"), message
     assert not published(out)
     assert len(leftovers(out)) == (rank == 0 and place != "planning")
     assert "Traceback" not in show(ended), show(ended)
@@ -85,7 +85,7 @@ def test_a_killed_rank_is_named(
     assert ended[rank].returncode == -signal.SIGKILL, show(ended)
     assert ended[1 - rank].returncode == 1, show(ended)
     (message,) = messages(ended)
-    assert message.startswith(f"rank {rank} (on {HOST}) ended without a word"), message
+    assert message.startswith(f"rank {rank} (on {HOST}): ended without a word"), message
     assert not published(out)
 
 
@@ -126,7 +126,7 @@ def test_sigterm_of_a_rank_that_waits_for_another(ckpt: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     ended = start("term_other:moving:1", [ckpt, out, "--transport", "gather", *BUCKET], out)
     message = assert_refused(ended, 128 + signal.SIGTERM, out)
-    assert message == f"rank 0 (on {HOST}) was stopped by SIGTERM"
+    assert message == f"rank 0 (on {HOST}): stopped by SIGTERM"
 
 
 @pytest.mark.parametrize(("kind", "code"), [("SIGTERM", 143), ("SIGINT", 130)])

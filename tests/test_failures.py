@@ -215,7 +215,7 @@ def test_a_killed_rank_ends_all_ranks_and_the_next_run_clears_up(
     assert set(codes) == {1}, show(ended)
     assert "Traceback" not in show(ended), show(ended)
     (message,) = messages(ended)
-    assert message.startswith(f"rank {killed} (on {socket.gethostname()}) ended without a word")
+    assert message.startswith(f"rank {killed} (on {socket.gethostname()}): ended without a word")
     assert not published(out)
     # Only rank 0 knows of the work folder, and can no longer remove it where it was killed.
     assert len(leftovers(out)) == (killed == 0)

@@ -14,7 +14,7 @@ from dist_consolidate.units import format_duration
 # What dies together is named together: the ranks of a node.
 _SETTLE_SEC = 0.2
 KILLED = (
-    " ended without a word: it was killed (by hand, or because memory ran out), or it crashed; the "
+    "ended without a word: it was killed (by hand, or because memory ran out), or it crashed; the "
     "system log of its host may tell"
 )
 
@@ -42,7 +42,7 @@ class _Cause:
 
 
 def named_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
-    """Name ranks with their hosts: ``rank 0, 1 (on node1) and 2 (on node2)``.
+    """Name ranks with their hosts: ``ranks 0, 1 (on node1) and 2 (on node2)``.
 
     Args:
         ranks: The ranks.
@@ -57,14 +57,15 @@ def named_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     parts = [
         ", ".join(numbers) + (f" (on {host})" if host else "") for host, numbers in by_host.items()
     ]
-    return f"rank {' and '.join(parts)}"
+    several = len(parts) > 1 or any(len(numbers) > 1 for numbers in by_host.values())
+    return f"{'ranks' if several else 'rank'} {' and '.join(parts)}"
 
 
 def silent_text(timeout_sec: float, last: str) -> str:
     """Say that a rank is not heard of any more."""
     work = f"; it was {last}" if last else ""
     return (
-        f" was not heard of for {format_duration(timeout_sec)} (--timeout): it is stopped, or its "
+        f"not heard of for {format_duration(timeout_sec)} (--timeout): it is stopped, or its "
         f"node or network is gone{work}"
     )
 
@@ -116,7 +117,7 @@ class Roll:
         Args:
             rank: Where it is.
             kind: What is of one kind, and comes at one time, is told together.
-            text: What to say behind the rank's name, with what parts them.
+            text: What to say behind the rank's name.
             code: The exit code.
         """
         first = next(iter(self._causes.values()), None)
@@ -150,5 +151,5 @@ class Roll:
         for rank, cause in sorted(self._causes.items()):
             by_text.setdefault(cause.text, []).append(rank)
         return "\n".join(
-            f"{named_ranks(ranks, self._hosts)}{text}" for text, ranks in by_text.items()
+            f"{named_ranks(ranks, self._hosts)}: {text}" for text, ranks in by_text.items()
         )

@@ -167,7 +167,7 @@ class Watch:
         if isinstance(error, LostError):
             self._arrived.wait(_REASON_SEC)
         if self.verdict is None:
-            self._send_failure("failed", f": {describe(error)}", exit_code(error))
+            self._send_failure("failed", describe(error), exit_code(error))
             self._arrived.wait(_REASON_SEC)
         return error if self.verdict is None else self._as_error(self.verdict)
 
@@ -242,10 +242,10 @@ class Watch:
     def _signalled(self, number: signal.Signals) -> None:
         if self.verdict is not None:
             return
-        text, code = f"was stopped by {number.name}", 128 + number
-        self._send_failure("stopped", f" {text}", code)
+        text, code = f"stopped by {number.name}", 128 + number
+        self._send_failure("stopped", text, code)
         if self._line is None:
-            self._decide(Verdict(f"this process {text}", code, self._rank == 0))
+            self._decide(Verdict(f"this process was {text}", code, self._rank == 0))
         self._hasten(code)
 
     def _take(self, heard: list[dict[str, Any]] | None) -> None:
@@ -275,14 +275,14 @@ class Watch:
         except OSError:
             claim.close()
             is_mine = False
-        self._decide(Verdict(f"{named_ranks([0], self._hosts)}{text}", 1, is_mine))
+        self._decide(Verdict(f"{named_ranks([0], self._hosts)}: {text}", 1, is_mine))
 
     def _look_after_files(self, elapsed: float) -> None:
         for item in doing.under_way():
             item.waited_sec += elapsed
             if item.waited_sec > self._timeout_sec and not self.verdict and not self._leaving:
                 text = stuck_text(self._timeout_sec, str(item))
-                self._send_failure("stuck", f": {text}", 1)
+                self._send_failure("stuck", text, 1)
                 if self._line is None:
                     self._decide(Verdict(text, 1, is_mine_to_tell=True))
 

@@ -35,7 +35,7 @@ def test_a_node_that_dies_is_told_in_one_line():
     roll.closed(3)
     roll.tick(0.1)
     roll.closed(2)
-    assert verdict(roll) == (f"rank 2, 3 (on b){KILLED}", 1)
+    assert verdict(roll) == (f"ranks 2, 3 (on b): {KILLED}", 1)
 
 
 def test_silence():
@@ -46,18 +46,18 @@ def test_silence():
         for rank in (0, 1, 3):
             roll.heard(rank, "")
     text, code = verdict(roll)
-    assert text.startswith("rank 2 (on b) was not heard of for 10 s (--timeout): it is stopped")
+    assert text.startswith("rank 2 (on b): not heard of for 10 s (--timeout): it is stopped")
     assert text.endswith("; it was reading x")
     assert code == 1
 
 
 def test_the_first_reason_counts():
     roll = Roll(HOSTS, 10)
-    roll.failed(1, "failed", ": no space", 4)
-    roll.failed(2, "stopped", " was stopped by SIGTERM", 143)
+    roll.failed(1, "failed", "no space", 4)
+    roll.failed(2, "stopped", "stopped by SIGTERM", 143)
     roll.closed(1)
     assert verdict(roll) == ("rank 1 (on a): no space", 4)
-    roll.failed(3, "failed", ": late", 1)
+    roll.failed(3, "failed", "late", 1)
     assert verdict(roll) == ("rank 1 (on a): no space", 4)
 
 
@@ -65,8 +65,8 @@ def test_the_first_reason_counts():
     ("ranks", "hosts", "words"),
     [
         ([0], [], "rank 0"),
-        ([0, 1], HOSTS, "rank 0, 1 (on a)"),
-        ([1, 3], HOSTS, "rank 1 (on a) and 3 (on b)"),
+        ([0, 1], HOSTS, "ranks 0, 1 (on a)"),
+        ([1, 3], HOSTS, "ranks 1 (on a) and 3 (on b)"),
     ],
 )
 def test_names(ranks, hosts, words):
@@ -108,7 +108,7 @@ def test_all_hear_the_verdict():
             lines.append(connection)
         lines[1].close()
         heard = json.loads(lines[0].recv(1000))
-        assert heard == {"verdict": f"rank 1 (on a){KILLED}", "code": 1}
+        assert heard == {"verdict": f"rank 1 (on a): {KILLED}", "code": 1}
         lines[0].close()
     finally:
         hub.stop()
