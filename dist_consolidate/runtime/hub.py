@@ -95,7 +95,9 @@ class Hub:
         self._roll, self._beat_sec = Roll(hosts, timeout_sec), beat_sec
         self._size = len(hosts)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self._asleep, self._waker = socket.socketpair()
+        for end in (self._server, self._asleep):
+            self._selector.register(end, selectors.EVENT_READ)
         self._lines: dict[socket.socket, tuple[Line, int | None]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="consolidate-hub", daemon=True)
@@ -104,6 +106,7 @@ class Hub:
     def stop(self) -> None:
         """Let all ranks go."""
         self._ended.set()
+        self._waker.send(b"\0")
         self._thread.join(4 * self._beat_sec)
 
     def _run(self) -> None:
@@ -113,7 +116,7 @@ class Hub:
             for key, _ in self._selector.select(step):
                 if key.fileobj is self._server:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket):
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._lines:
                     self._hear(key.fileobj)
             now = time.monotonic()
             told = self._roll.verdict is not None
@@ -126,7 +129,8 @@ class Hub:
         for connection in list(self._lines):
             self._drop(connection)
         self._selector.close()
-        self._server.close()
+        for end in (self._server, self._asleep, self._waker):
+            end.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

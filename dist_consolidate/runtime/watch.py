@@ -64,6 +64,7 @@ class Watch:
         self.beat_sec = min(5.0, timeout_sec / 8)
         self.clean_up: Callable[[], None] | None = None
         self.verdict: Verdict | None = None
+        self._stopped: Verdict | None = None
         self.code = 0
         self._arrived = threading.Event()
         self._telling = threading.Lock()
@@ -160,7 +161,7 @@ class Watch:
             return error
         if isinstance(error, Stopped):
             self._arrived.wait(_STOPPED_SEC)
-            return self._as_error(self.verdict or Verdict("stopped", 1, self._rank == 0))
+            return self._as_error(self.verdict or self._stopped or Verdict("stopped", 1))
         assert isinstance(error, Exception)
         if self._line is None:
             return error
@@ -226,16 +227,18 @@ class Watch:
 
     def _listen(self, line: Line | None, step: float) -> list[dict[str, Any]] | None:
         """Wait for a signal or a message; give the messages, ``None`` if the hub is gone."""
-        ends: list[socket.socket] = [self._asleep] + ([line.socket] if line else [])
-        readable: list[socket.socket] = []
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-            readable, _, _ = select.select(ends, [], [], step)
-        if self._asleep in readable:
+        poll = select.poll()
+        ends = [self._asleep.fileno(), line.socket.fileno() if line else -1]
+        for end in ends:
+            if end >= 0:  # the main thread may have closed it meanwhile
+                poll.register(end, select.POLLIN)
+        readable = {end for end, _ in poll.poll(step * 1000)}
+        if ends[0] in readable:
             with contextlib.suppress(OSError):
                 for number in self._asleep.recv(64):
                     if number in _SIGNALS:
                         self._signalled(signal.Signals(number))
-        if line is None or line.socket not in readable:
+        if line is None or ends[1] not in readable:
             return []
         return line.receive()
 
@@ -244,8 +247,9 @@ class Watch:
             return
         text, code = f"stopped by {number.name}", 128 + number
         self._send_failure("stopped", text, code)
+        self._stopped = Verdict(f"this process was {text}", code, self._rank == 0)
         if self._line is None:
-            self._decide(Verdict(f"this process was {text}", code, self._rank == 0))
+            self._decide(self._stopped)
         self._hasten(code)
 
     def _take(self, heard: list[dict[str, Any]] | None) -> None:
@@ -341,7 +345,9 @@ def _connect(rank: int, names: list[str], port: int, token: str) -> Line | None:
             line.send({"rank": rank, "token": token, "doing": ""})
             until = time.monotonic() + _CONNECT_SEC
             while time.monotonic() < until:
-                select.select([connection], [], [], 0.5)
+                poll = select.poll()
+                poll.register(connection, select.POLLIN)
+                poll.poll(500)
                 heard = line.receive()
                 if heard is None:
                     break
