@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.errors import ConsolidateError, UsageError
 from dist_consolidate.options import Options, make_options
@@ -13,6 +13,7 @@ from dist_consolidate.options import Options, make_options
 if TYPE_CHECKING:
     from dist_consolidate.lazy import LazyCheckpoint
     from dist_consolidate.report import Report
+    from dist_consolidate.runtime.watch import Watch
 
 StrPath = str | os.PathLike[str]
 
@@ -36,6 +37,7 @@ def consolidate(
     include: Sequence[str] = (),
     pipeline_names: str = "module",
     tp_rules: StrPath | None = None,
+    tensor_parallel: Mapping[str, Any] | None = None,
     hf_config: StrPath | None = None,
     allow_16bit: bool = False,
     transport: str = "auto",
@@ -45,6 +47,7 @@ def consolidate(
     io: str = "auto",
     launcher: str = "auto",
     rendezvous_timeout: str | float = "5min",
+    timeout: str | float = "30min",
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Report:
@@ -81,6 +84,7 @@ def consolidate(
         pipeline_names: Names of a pipeline's tied layers: ``module`` (once, as ``PipelineModule``
             names them) or ``layer`` (under each layer that has a file).
         tp_rules: A TOML file that says how tensor-parallel shards go together, if need be.
+        tensor_parallel: The same rules themselves: ``{"rule": [{"match": GLOB, ...}, ...]}``.
         hf_config: A tensor-parallel model's ``config.json`` or its folder, for the same purpose.
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
@@ -92,6 +96,7 @@ def consolidate(
         launcher: Whose variables say which device of its host is this rank's, where the group
             does not: ``auto``, ``torchrun``, ``slurm``, ``mpi`` or ``none``.
         rendezvous_timeout: How long the command line's ranks wait for each other at the start.
+        timeout: How long ranks wait for one that gets nothing done: seconds, or as ``"30min"``.
         overwrite: Replace an earlier result.
         dry_run: Plan only; nothing is written, and the report says what would be.
 
@@ -118,6 +123,7 @@ def consolidate(
             "include": include,
             "pipeline_names": pipeline_names,
             "tp_rules": None if tp_rules is None else os.fspath(tp_rules),
+            "tensor_parallel": tensor_parallel,
             "hf_config": None if hf_config is None else os.fspath(hf_config),
             "allow_16bit": allow_16bit,
             "transport": transport,
@@ -127,6 +133,7 @@ def consolidate(
             "io": io,
             "launcher": launcher,
             "rendezvous_timeout": rendezvous_timeout,
+            "timeout": timeout,
             "overwrite": overwrite,
             "dry_run": dry_run,
         }
@@ -148,7 +155,7 @@ def run(
     options: Options,
     *,
     launch: bool,
-    tell: Callable[[Exception], None] | None = None,
+    watch: Watch | None = None,
 ) -> Report:
     """Consolidate with options made already.
 
@@ -157,8 +164,9 @@ def run(
         output_dir: As :func:`consolidate`.
         options: The options.
         launch: Join the other processes that the launcher started.
-        tell: Called with what goes wrong, on each rank, before any rank leaves: a launcher stops
-            all processes as soon as one has ended, and must not stop the one that says why.
+        watch: Who ends this process where the main thread cannot. It is told of what goes wrong, on
+            each rank, before any rank leaves: a launcher stops all processes as soon as one has
+            ended, and must not stop the one that says why.
 
     Returns:
         The report.
@@ -177,12 +185,14 @@ def run(
         lean=lean,
         launcher=options.launcher,
         rendezvous_timeout_sec=options.rendezvous_timeout_sec,
+        timeout_sec=options.timeout_sec,
+        watch=watch,
     ) as world:
         try:
             return run_consolidation(Path(ckpt_dir), target, options, world)
-        except Exception as error:
-            if tell is not None:
-                tell(error)
+        except BaseException as error:
+            if watch is not None:
+                watch.tell(watch.settle(error))
             if isinstance(error, ConsolidateError) and error.agreed:
                 world.control.part()
             raise
@@ -194,6 +204,7 @@ def open_checkpoint(
     *,
     trust_masters: bool = False,
     tp_rules: StrPath | None = None,
+    tensor_parallel: Mapping[str, Any] | None = None,
     hf_config: StrPath | None = None,
 ) -> LazyCheckpoint:
     """Open a ZeRO checkpoint without reading a weight.
@@ -203,6 +214,7 @@ def open_checkpoint(
         tag: Tag to read; by default what ``latest`` names, else the newest step.
         trust_masters: As :func:`consolidate`.
         tp_rules: As :func:`consolidate`.
+        tensor_parallel: As :func:`consolidate`.
         hf_config: As :func:`consolidate`.
 
     Returns:
@@ -216,5 +228,6 @@ def open_checkpoint(
     from dist_consolidate.checkpoint.tensor_settle import merging_from
     from dist_consolidate.lazy import open_lazily
 
-    request = Request(trust_masters=trust_masters, merging=merging_from(tp_rules, hf_config))
+    merging = merging_from(tp_rules, hf_config, tensor_parallel)
+    request = Request(trust_masters=trust_masters, merging=merging)
     return open_lazily(Path(ckpt_dir), tag, request)

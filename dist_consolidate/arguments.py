@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_consolidate._version import __version__
-from dist_consolidate.options import CHOICES, INCLUDES, Options, load_config, make_options
+from dist_consolidate.config_file import as_toml, combine
+from dist_consolidate.options import CHOICES, INCLUDES, Options
 
 _DESCRIPTION = """\
 Consolidate the ZeRO shards of a DeepSpeed run into safetensors or .bin files with every key of
@@ -22,7 +24,8 @@ exit codes: 0 done, 2 usage, 3 checkpoint incomplete or unreadable, 4 not enough
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser; each option that it knows is a field of :class:`Options`."""
     parser = argparse.ArgumentParser(
         prog="dist-consolidate",
         description=_DESCRIPTION,
@@ -32,9 +35,24 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("ckpt_dir", metavar="CKPT_DIR", help="folder DeepSpeed saved into, or a tag folder")
+    add(
+        "ckpt_dir",
+        metavar="CKPT_DIR",
+        nargs="?",
+        help="folder DeepSpeed saved into, or a tag folder",
+    )
     add("output_dir", metavar="OUTPUT_DIR", nargs="?", help="default: CKPT_DIR/consolidated/TAG")
-    add("--config", metavar="FILE.toml", help="options from a file; the command line wins")
+    add(
+        "--config",
+        metavar="FILE.toml",
+        action="append",
+        help="options from a file; the command line wins, and a later file (repeatable)",
+    )
+    add(
+        "--print-config",
+        action="store_true",
+        help="print the options in force, and where each came from, as such a file; do nothing",
+    )
     add("--version", action="version", version=f"%(prog)s {__version__}")
     _add_reading(parser.add_argument_group("what is read"))
     _add_result(parser.add_argument_group("what is written"))
@@ -161,6 +179,12 @@ def _add_moving(group: argparse._ArgumentGroup) -> None:
         "buffered, copied by the kernel where it can, or as the first part of a large result "
         "turns out (default: auto)",
     )
+    add(
+        "--timeout",
+        metavar="DURATION",
+        help="how long a rank may get nothing done, until all ranks end with a message that names "
+        "it and the file it works on (default: 30min)",
+    )
 
 
 def _add_meeting(group: argparse._ArgumentGroup) -> None:
@@ -197,12 +221,16 @@ def parse(arguments: Sequence[str]) -> tuple[str, str | None, Options]:
 
     Raises:
         UsageError: If a value is wrong, or the configuration file is.
-        SystemExit: From argparse, for ``--help`` and unknown options.
+        SystemExit: From argparse, for ``--help`` and unknown options; for ``--print-config``.
     """
-    given: dict[str, Any] = vars(
-        _parser().parse_intermixed_args([_hyphenated(a) for a in arguments])
-    )
-    ckpt_dir, output_dir = given.pop("ckpt_dir"), given.pop("output_dir", None)
-    config = given.pop("config", None)
-    values = load_config(Path(config)) if config is not None else {}
-    return ckpt_dir, output_dir, make_options({**values, **given})
+    parser = make_parser()
+    given: dict[str, Any] = vars(parser.parse_intermixed_args([_hyphenated(a) for a in arguments]))
+    ckpt_dir, output_dir = given.pop("ckpt_dir", None), given.pop("output_dir", None)
+    prints = given.pop("print_config", False)
+    in_force = combine([Path(path) for path in given.pop("config", ())], given)
+    if prints:
+        sys.stdout.write(as_toml(in_force))
+        parser.exit()
+    if ckpt_dir is None:
+        parser.error("the following arguments are required: CKPT_DIR")
+    return ckpt_dir, output_dir, in_force.options

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import resource
-import signal
 import sys
 import time
 import traceback
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from dist_consolidate.api import run
 from dist_consolidate.arguments import parse
-from dist_consolidate.errors import Caught, ConsolidateError, RendezvousError, UsageError
-from dist_consolidate.runtime.control import exit_code
+from dist_consolidate.errors import Caught, ConsolidateError, UsageError
 from dist_consolidate.runtime.launched import Launched, find_launched
+from dist_consolidate.runtime.watch import Stopped, Watch
 from dist_consolidate.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -61,26 +60,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except UsageError as error:
             print(f"dist-consolidate: error: {error}", file=sys.stderr)
             return error.exit_code
-    # A batch system's request to stop ends the program in order: nothing half-written is left.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _allow_many_files()
     launched = _launched(options.launcher, launched)
     leads = launched.rank == 0
-    told: list[Exception] = []
-
-    def tell(error: Exception) -> None:
-        told.append(error)
-        _tell(error, launched)
-
-    try:
-        with (caught := Caught()):
-            report = run(ckpt_dir, output_dir, options, launch=True, tell=tell)
-    except KeyboardInterrupt:
-        return 130
-    if caught.error is not None:
-        if not told:
-            tell(caught.error)
-        return exit_code(caught.error)
+    watch = Watch(launched.rank, options.timeout_sec, lambda error: _tell(error, launched))
+    # A batch system's request to stop ends the program in order: nothing half-written is left.
+    with watch:
+        try:
+            with (caught := Caught()):
+                report = run(ckpt_dir, output_dir, options, launch=True, watch=watch)
+        except Stopped as stop:
+            watch.tell(watch.settle(stop))
+            return watch.code
+        if caught.error is not None:
+            watch.tell(caught.error)
+            return watch.code
     if leads:
         for line in _summary(report):
             print(line)
@@ -102,11 +96,8 @@ def _tell(error: Exception, launched: Launched) -> None:
     shared = isinstance(error, ConsolidateError) and error.agreed
     # What is wrong with a machine is told once for each of them.
     local = isinstance(error, UsageError) and bool(launched.local_rank)
-    if isinstance(error, RendezvousError):
-        speaks = not error.spoken_for
-    else:
-        speaks = launched.rank == 0 or not (shared or local)
-    if speaks:
+    silent = isinstance(error, ConsolidateError) and error.silent
+    if not silent and (launched.rank == 0 or not (shared or local)):
         print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist_consolidate._version import __version__
+from dist_consolidate.doing import Doing
 from dist_consolidate.errors import UsageError
 from dist_consolidate.moving import make_moving
 from dist_consolidate.options import Options
@@ -33,7 +34,7 @@ from dist_consolidate.runtime.world import World
 _SHAPING = (
     "format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen", "strip_prefix",
     "rename", "include", "pipeline_names", "trust_masters", "tp_rules",
-    "hf_config", "allow_16bit",
+    "tensor_parallel", "hf_config", "allow_16bit",
 )  # fmt: skip
 
 
@@ -117,9 +118,11 @@ class _Run:
     def prepare(self, target: Path) -> Publication:
         """Make the work folder with all files at their full size (on rank 0)."""
         total = sum(layout.num_bytes for layout in self.layouts)
-        check_free_space(target, total, overwrite=self.options.overwrite)
+        with Doing("looking at", target):
+            check_free_space(target, total, overwrite=self.options.overwrite)
         token = f"{self.plan.digest[:8]}-{time.time_ns():x}"
         publication = prepare(target, self.names, token, overwrite=self.options.overwrite)
+        self.world.control.clean_up_with(publication.abandon)
         try:
             for file, layout in zip(self.plan.files, self.layouts, strict=True):
                 path = publication.create_file(file.name, layout.num_bytes)
@@ -266,7 +269,8 @@ class _Run:
         total = sum(layout.num_bytes for layout in self.layouts)
 
         def check() -> Path:
-            check_free_space(target, total, overwrite=self.options.overwrite)
+            with Doing("looking at", target):
+                check_free_space(target, total, overwrite=self.options.overwrite)
             return check_output(target, self.names, overwrite=self.options.overwrite)
 
         output_dir = on_rank_0(self.world.control, check)
@@ -305,7 +309,7 @@ class _Run:
 
 
 def _write_blocks(path: Path, blocks: Sequence[tuple[int, bytes]]) -> None:
-    with path.open("r+b") as stream:
+    with Doing("writing", path), path.open("r+b") as stream:
         for offset_bytes, data in blocks:
             stream.seek(offset_bytes)
             stream.write(data)

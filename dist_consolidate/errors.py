@@ -17,6 +17,8 @@ class ConsolidateError(Exception):
     exit_code = 1
     # Set where all ranks raise in the same round, so that they can still talk to each other.
     agreed = False
+    # Set where another rank is the one to say it.
+    silent = False
 
 
 class UsageError(ConsolidateError):
@@ -53,13 +55,14 @@ class RankError(ConsolidateError):
 class RendezvousError(ConsolidateError):
     """The ranks could not find or reach each other before the run began."""
 
-    # Set where another rank of this host says the same.
-    spoken_for = False
-
     def __init__(self, message: str, exit_code: int = 1) -> None:
         """Keep the exit code: 2 where the environment's variables are wrong."""
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class LostError(RankError):
+    """Contact with another rank was lost; which one it is, and why, is not known here."""
 
 
 class Caught:

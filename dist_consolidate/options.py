@@ -1,12 +1,11 @@
-"""Every option of a consolidation, checked before anything is touched, and its TOML form."""
+"""Every option of a consolidation, checked before anything is touched."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
-import tomllib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dist_consolidate.errors import UsageError
@@ -50,6 +49,7 @@ class Options:
         pipeline_names: Names of a pipeline's tied layers: ``module`` for ``PipelineModule``'s,
             ``layer`` for one name per layer that has a file.
         tp_rules: A file of rules for tensor parallelism.
+        tensor_parallel: The same rules themselves: a mapping with the key ``rule``.
         hf_config: The ``config.json`` of a tensor-parallel model, or the folder that holds it.
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
@@ -60,6 +60,7 @@ class Options:
         launcher: Whose variables say which rank this is: ``auto``, ``torchrun``, ``slurm``,
             ``mpi``, or ``none`` for a process on its own.
         rendezvous_timeout: How long ranks wait for each other at the start, such as ``5min``.
+        timeout: How long a rank may get nothing done until all ranks end, such as ``30min``.
         overwrite: Replace an earlier result.
         dry_run: Plan only.
     """
@@ -79,6 +80,7 @@ class Options:
     include: tuple[str, ...] = ()
     pipeline_names: str = "module"
     tp_rules: str | None = None
+    tensor_parallel: Mapping[str, Any] | None = None
     hf_config: str | None = None
     allow_16bit: bool = False
     transport: str = "auto"
@@ -88,6 +90,7 @@ class Options:
     io: str = "auto"
     launcher: str = "auto"
     rendezvous_timeout: str | float = "5min"
+    timeout: str | float = "30min"
     overwrite: bool = False
     dry_run: bool = False
 
@@ -106,6 +109,13 @@ class Options:
         for name in ("tp_rules", "hf_config"):
             if not isinstance(getattr(self, name), str | None):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be a path")
+        if self.tp_rules is not None and self.tensor_parallel is not None:
+            raise UsageError(
+                "--tp-rules and tensor_parallel: both say how tensor-parallel shards go together; "
+                "give one of them"
+            )
+        if not isinstance(self.tensor_parallel, Mapping | None):
+            raise UsageError(f"tensor_parallel {self.tensor_parallel!r}: must be a table of rules")
         for name in _LISTS:
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
@@ -126,8 +136,7 @@ class Options:
         if "" in self.strip_prefix:
             raise UsageError("--strip-prefix: is empty; name what stands before the names")
         _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs
-        _ = self.rename_pairs
-        _ = self.rendezvous_timeout_sec
+        _ = self.rename_pairs, self.timeout_sec, self.rendezvous_timeout_sec
 
     @property
     def tie_policy(self) -> str:
@@ -150,12 +159,14 @@ class Options:
         return None if auto else _size("bucket_size", self.bucket_size)
 
     @property
+    def timeout_sec(self) -> float:
+        """How long a rank may get nothing done."""
+        return _duration("timeout", self.timeout)
+
+    @property
     def rendezvous_timeout_sec(self) -> float:
         """How long ranks wait for each other at the start."""
-        try:
-            return parse_duration(self.rendezvous_timeout)
-        except ValueError as error:
-            raise UsageError(f"--rendezvous-timeout: {error}") from error
+        return _duration("rendezvous_timeout", self.rendezvous_timeout)
 
     def num_writers(self, size: int) -> int | None:
         """Give how many of ``size`` ranks write; ``None`` for the transport's default."""
@@ -219,6 +230,22 @@ def _size(name: str, value: str | int) -> int:
         raise UsageError(f"{_flag(name)}: {error}") from error
 
 
+def unknown_names(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Put unknown options into words, each with the known one that is nearest to it."""
+    texts = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, list(known), n=1)
+        texts.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    return f"unknown option {', '.join(texts)}"
+
+
+def _duration(name: str, value: str | float) -> float:
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise UsageError(f"{_flag(name)}: {error}") from error
+
+
 def make_options(values: dict[str, Any]) -> Options:
     """Make options from loosely typed values, as the API or a TOML file gives them.
 
@@ -234,9 +261,7 @@ def make_options(values: dict[str, Any]) -> Options:
     known = {field.name for field in dataclasses.fields(Options)}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise UsageError(
-            f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}"
-        )
+        raise UsageError(f"{unknown_names(unknown, known)}; known are {', '.join(sorted(known))}")
     cleaned = dict(values)
     for name in _LISTS:
         if name in cleaned:
@@ -245,36 +270,3 @@ def make_options(values: dict[str, Any]) -> Options:
                 raise UsageError(f"{_flag(name)} {given!r}: must be a list of texts")
             cleaned[name] = (given,) if isinstance(given, str) else tuple(given)
     return Options(**cleaned)
-
-
-def load_config(path: Path) -> dict[str, Any]:
-    """Read options from a TOML file.
-
-    Args:
-        path: The file; its keys are the option names, with underscores or hyphens.
-
-    Returns:
-        Option names with underscores, and their values.
-
-    Raises:
-        UsageError: If it cannot be read, is no TOML, or has an unknown key.
-    """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--config {path}: is no valid TOML: {error}") from error
-    values: dict[str, Any] = {}
-    for spelling, value in raw.items():
-        name = spelling.replace("-", "_")
-        if name in values:
-            raise UsageError(f"--config {path}: {name} is there in two spellings")
-        values[name] = value
-        # Each value on its own: what goes together is known once the command line is added.
-        beside = {"format": "bin"} if name == "ties" else {}
-        try:
-            make_options({**beside, name: value})
-        except UsageError as error:
-            raise UsageError(f"--config {path}: {error}") from error
-    return values

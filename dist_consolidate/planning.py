@@ -18,6 +18,7 @@ from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.search import shards_in
 from dist_consolidate.checkpoint.tensor_settle import merging_from
+from dist_consolidate.doing import Doing
 from dist_consolidate.errors import Caught, ConsolidateError, RankError
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
@@ -98,10 +99,12 @@ def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> P
         ConsolidateError: On rank 0, what is wrong with the checkpoint or the request.
         RankError: The same on all other ranks.
     """
-    found = on_rank_0(control, lambda: find_tag(checkpoint_dir, options.tag))
+    found = on_rank_0(control, lambda: _find_tag(checkpoint_dir, options.tag))
     if options.search_dir:
         found = search_together(found, options.search_dir, control)
-    shards = control.exchange(shards_in(found.folders))
+    with Doing("listing", found.folders[0]):
+        seen_here = shards_in(found.folders)
+    shards = control.exchange(seen_here)
     folder = dataclasses.replace(found, shards=_union(shards))
     # Another node may have saved model states of its own under the same name; the first count.
     sizes = {shard.name: shard.num_bytes for shard in folder.shards}
@@ -123,6 +126,11 @@ def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> P
     return on_rank_0(control, plan)
 
 
+def _find_tag(checkpoint_dir: Path, tag: str | None) -> TagFolder:
+    with Doing("looking into", checkpoint_dir):
+        return find_tag(checkpoint_dir, tag)
+
+
 def _request(options: Options) -> Request:
     return Request(
         claims=options.tie_pairs,
@@ -130,7 +138,7 @@ def _request(options: Options) -> Request:
         allow_16bit=options.allow_16bit,
         include_optimizer="optimizer" in options.include,
         pipeline_names=options.pipeline_names,
-        merging=merging_from(options.tp_rules, options.hf_config),
+        merging=merging_from(options.tp_rules, options.hf_config, options.tensor_parallel),
     )
 
 

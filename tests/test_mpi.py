@@ -225,7 +225,7 @@ def refusal(launched: Launched) -> str:
     with pytest.raises(RendezvousError) as caught:
         meet(launched, 1.5)
     assert caught.value.exit_code == 1
-    assert not caught.value.spoken_for
+    assert not caught.value.silent
     return str(caught.value)
 
 

@@ -11,8 +11,9 @@ from safetensors import safe_open
 
 from dist_consolidate import consolidate
 from dist_consolidate.cli import main
+from dist_consolidate.config_file import load_config
 from dist_consolidate.errors import UsageError
-from dist_consolidate.options import load_config, make_options
+from dist_consolidate.options import make_options
 from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 from tests.synthetic import Buffer, Param, Spec, Truth, write
 

@@ -84,11 +84,13 @@ def test_python_blocks_compile_and_import_what_exists():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_config_holds_valid_options(path):
-    from dist_consolidate.options import load_config
+    from dist_consolidate.config_file import load_config
 
     keys = tomllib.loads(path.read_text()).keys()
     assert keys
-    assert {"--" + key.replace("_", "-") for key in keys} <= options_in_table()
+    # The rules themselves fit into a file only.
+    named = {"--" + key.replace("_", "-") for key in keys - {"tensor_parallel"}}
+    assert named <= options_in_table()
     assert load_config(path).keys() == keys
 
 

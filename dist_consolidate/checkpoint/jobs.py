@@ -17,6 +17,7 @@ from dist_consolidate.checkpoint.model_states import read_model_state, read_para
 from dist_consolidate.checkpoint.optim_states import read_optim_state
 from dist_consolidate.checkpoint.optimizer import BaseOptimizer, read_base_optimizer
 from dist_consolidate.checkpoint.states import ModelState, OptimState, ParamState, TensorsState
+from dist_consolidate.doing import Doing
 from dist_consolidate.errors import Caught, CheckpointError
 
 Finding = (
@@ -49,7 +50,7 @@ def run_job(folder: TagFolder, job: Job) -> Finding:
     # A shard's name may lead into a folder of the tag folder.
     base = path.parents[len(Path(job.shard.name).parts) - 1]
     finding: Finding = None
-    with (caught := Caught()):
+    with (caught := Caught()), Doing("reading", path):
         if job.kind == "model":
             finding = read_model_state(base, job.shard)
         elif job.kind == "optim":

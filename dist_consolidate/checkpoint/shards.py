@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.fragments import Read
 from dist_consolidate.checkpoint.layout import locate
+from dist_consolidate.doing import Doing
 from dist_consolidate.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class ShardReader:
         self._folders = (folder,) if isinstance(folder, Path) else tuple(folder)
         self._file_bytes = file_bytes
         self._descriptors: dict[tuple[str, int], int] = {}
+        self._paths: dict[str, Path] = {}
         self._lock = threading.Lock()
         self.num_bytes_read = 0
 
@@ -78,11 +80,13 @@ class ShardReader:
             CheckpointError: If the shard is gone, changed or cut short meanwhile.
         """
         descriptor = self.descriptor(file)
+        path = self._paths[file]
         waiting, done = collections.deque(targets), 0
         while waiting:
             batch = _batch(waiting)
             try:
-                count = os.preadv(descriptor, batch, offset_bytes + done)
+                with Doing("reading", path):
+                    count = os.preadv(descriptor, batch, offset_bytes + done)
             except OSError as error:
                 raise self.unreadable(file, offset_bytes + done, error) from error
             done += count
@@ -149,12 +153,13 @@ class ShardReader:
     def _open(self, file: str, flags: int) -> None:
         path = self._path(file)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+            with Doing("opening", path):
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         except OSError as error:
             if flags and error.errno == errno.EINVAL:
                 raise  # this file system cannot open files that way
             raise CheckpointError(f"{path}: {error.strerror}") from error
-        self._descriptors[file, flags] = descriptor
+        self._descriptors[file, flags], self._paths[file] = descriptor, path
         size = os.fstat(descriptor).st_size
         if size != self._file_bytes.get(file, size):
             raise CheckpointError(

@@ -20,9 +20,12 @@ from dist_consolidate.checkpoint.model_config import find_config, full_shapes, i
 from dist_consolidate.checkpoint.tensor_pieces import DoesNotFit, Shape, places
 from dist_consolidate.checkpoint.tensor_recorded import RecordedRules
 from dist_consolidate.checkpoint.tensor_rules import Replicated, Rule, Split
-from dist_consolidate.checkpoint.tensor_user import UserRule, load_user_rules
+from dist_consolidate.checkpoint.tensor_user import UserRule, load_user_rules, rules_from
 from dist_consolidate.errors import Caught, CheckpointError, ConsolidateError, Problems
 from dist_consolidate.units import counted
+
+# What rules are called that come with the options, rather than in a file of their own.
+_GIVEN = "tensor_parallel"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,25 +35,31 @@ class Merging:
     Attributes:
         rules_file: A file of rules (see :mod:`dist_consolidate.checkpoint.tensor_user`).
         hf_config: The model's ``config.json``, or the folder that holds it.
+        rules: The rules themselves, in place of a file: what stands under ``tensor_parallel``.
     """
 
     rules_file: Path | None = None
     hf_config: Path | None = None
+    rules: Mapping[str, Any] | None = None
 
     def unused(self) -> list[str]:
         """Give the notes for a checkpoint that is not tensor-parallel."""
         given = (("--tp-rules", self.rules_file), ("--hf-config", self.hf_config))
         reason = "was not read: nothing here is split over tensor-parallel ranks"
-        return [f"{option} {path} {reason}" for option, path in given if path is not None]
+        notes = [f"{option} {path} {reason}" for option, path in given if path is not None]
+        return notes if self.rules is None else [f"{_GIVEN} {reason}", *notes]
 
 
 def merging_from(
-    rules_file: str | os.PathLike[str] | None, hf_config: str | os.PathLike[str] | None
+    rules_file: str | os.PathLike[str] | None,
+    hf_config: str | os.PathLike[str] | None,
+    rules: Mapping[str, Any] | None = None,
 ) -> Merging:
-    """Make a :class:`Merging` of two paths, either of which may be absent."""
+    """Make a :class:`Merging` of two paths and rules, any of which may be absent."""
     return Merging(
         None if rules_file is None else Path(rules_file),
         None if hf_config is None else Path(hf_config),
+        rules,
     )
 
 
@@ -88,10 +97,12 @@ class Settling:
             UsageError: If the user's files are wrong.
         """
         self.recorded = RecordedRules(file, info)
-        self._file = merging.rules_file
+        self._file = merging.rules_file or _GIVEN
         self._user: tuple[UserRule, ...] = ()
         if merging.rules_file is not None:
             self._user = load_user_rules(merging.rules_file)
+        elif merging.rules is not None:
+            self._user = rules_from(merging.rules, _GIVEN)
         self._used: set[int] = set()
         self._overruled: dict[str, str] = {}
         self._given, self._folder = merging.hf_config, folder

@@ -1,4 +1,4 @@
-"""The user's rules for tensor parallelism: a TOML file (``--tp-rules``)."""
+"""The user's rules for tensor parallelism: a TOML file (``--tp-rules``), or a table of one."""
 
 from __future__ import annotations
 
@@ -58,22 +58,41 @@ def load_user_rules(path: Path) -> tuple[UserRule, ...]:
         raise UsageError(f"--tp-rules {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--tp-rules {path}: is no valid TOML: {error}") from error
-    section = tree.get("tensor_parallel")
-    section = section if isinstance(section, dict) else {}
-    rules = section.get("rule")
-    if set(tree) != {"tensor_parallel"} or set(section) != {"rule"} or not rules:
+    if set(tree) != {"tensor_parallel"}:
         raise UsageError(
             f"--tp-rules {path}: must hold [[tensor_parallel.rule]] tables and nothing else; "
             f"{_HELP}"
         )
-    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        raise UsageError(f"--tp-rules {path}: `rule` must be [[tensor_parallel.rule]] tables")
-    return tuple(_rule(path, number, rule) for number, rule in enumerate(rules, 1))
+    return rules_from(tree["tensor_parallel"], f"--tp-rules {path}")
 
 
-def _rule(path: Path, number: int, entry: Mapping[str, Any]) -> UserRule:
+def rules_from(section: object, where: str) -> tuple[UserRule, ...]:
+    """Take the rules from a table that was read already.
+
+    Args:
+        section: What stands under ``tensor_parallel``.
+        where: Where it stands, for messages.
+
+    Returns:
+        The rules, as :func:`load_user_rules`.
+
+    Raises:
+        UsageError: As :func:`load_user_rules`.
+    """
+    section = section if isinstance(section, Mapping) else {}
+    rules = section.get("rule")
+    if set(section) != {"rule"} or not rules:
+        raise UsageError(
+            f"{where}: must hold [[tensor_parallel.rule]] tables and nothing else; {_HELP}"
+        )
+    if not isinstance(rules, list | tuple) or not all(isinstance(r, Mapping) for r in rules):
+        raise UsageError(f"{where}: `rule` must be [[tensor_parallel.rule]] tables")
+    return tuple(_rule(where, number, rule) for number, rule in enumerate(rules, 1))
+
+
+def _rule(given: str, number: int, entry: Mapping[str, Any]) -> UserRule:
     match = entry.get("match")
-    where = f"--tp-rules {path}: rule {number} ({match!r})"
+    where = f"{given}: rule {number} ({match!r})"
     unknown = sorted(set(entry) - _KEYS)
     if unknown:
         raise UsageError(f"{where}: has the unknown key {', '.join(unknown)}; {_HELP}")

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+from dist_consolidate.doing import PUBLISHING, Doing
 from dist_consolidate.errors import ConsolidateError, ResourceError, UsageError, listing
 from dist_consolidate.filesystems import is_in_memory
 from dist_consolidate.output.index import (
@@ -69,7 +70,7 @@ class Publication:
         path = self.work_dir / name
         with _explained(path):
             path.parent.mkdir(exist_ok=True)
-        with _explained(path), path.open("xb") as file:
+        with _explained(path), Doing("reserving", path), path.open("xb") as file:
             if not is_in_memory(path):
                 _reserve(file.fileno(), num_bytes)
             file.truncate(num_bytes)
@@ -88,7 +89,7 @@ class Publication:
         """
         assert name in self.file_names, f"{name} was not announced"
         path = self.work_dir / name
-        with _explained(path):
+        with _explained(path), Doing("writing", path):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
 
@@ -114,12 +115,13 @@ class Publication:
             for folder in _folders(self.file_names):
                 _sync(self.work_dir / folder)
             _sync(self.work_dir)
-            if self.is_new_folder:
-                self.work_dir.rename(self.output_dir)
-                _sync(self.output_dir.parent)
-            else:
-                self._remove_stale()
-                self._move_files([n for n in self.file_names if n not in last], last)
+            with Doing(PUBLISHING, self.output_dir):
+                if self.is_new_folder:
+                    self.work_dir.rename(self.output_dir)
+                    _sync(self.output_dir.parent)
+                else:
+                    self._remove_stale()
+                    self._move_files([n for n in self.file_names if n not in last], last)
 
     def abandon(self) -> None:
         """Remove the work folder as far as possible; nothing of it was published."""
@@ -193,7 +195,7 @@ def prepare(
     assert re.fullmatch(_TOKEN, token), f"{token!r} is no token"
     assert _folders(file_names) <= {STATES_FOLDER}, "a file name holds a folder"
     output_dir = check_output(output_dir, file_names, overwrite=overwrite)
-    with _explained(output_dir):
+    with _explained(output_dir), Doing("making a folder at", output_dir):
         parent = output_dir if output_dir.is_dir() else output_dir.parent
         parent.mkdir(parents=True, exist_ok=True)
         _remove_old_work(output_dir)
@@ -216,6 +218,11 @@ def check_output(output_dir: Path, file_names: Sequence[str], *, overwrite: bool
     Raises:
         UsageError: As :func:`prepare`, except for what only writing can tell.
     """
+    with Doing("looking at", output_dir):
+        return _check_output(output_dir, file_names, overwrite)
+
+
+def _check_output(output_dir: Path, file_names: Sequence[str], overwrite: bool) -> Path:
     if (output_dir.exists() or output_dir.is_symlink()) and not output_dir.is_dir():
         raise UsageError(f"{output_dir} exists and is not a folder; choose another output folder")
     output_dir = output_dir.resolve()
@@ -325,7 +332,8 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with Doing("syncing", path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy
 
 from dist_consolidate.checkpoint.shards import ShardReader
+from dist_consolidate.doing import Doing
 from dist_consolidate.runtime.outfiles import ALIGNMENT_BYTES, aligned_bytes
 
 # A result so large that trying both ways on its first part costs next to nothing.
@@ -148,7 +149,8 @@ class BypassReader:
         length = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         descriptor, done = self._reader.descriptor(file, os.O_DIRECT), 0
         while done < num_bytes:
-            count = os.preadv(descriptor, [self._room[done:length]], low + done)
+            with Doing("reading", file):
+                count = os.preadv(descriptor, [self._room[done:length]], low + done)
             done += count
             # Only the end of the file gives a length that is not aligned.
             if not count or count % ALIGNMENT_BYTES:

@@ -9,32 +9,30 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
 import errno
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from dist_consolidate.errors import Caught, ConsolidateError, RankError, ResourceError
+from dist_consolidate import doing
+from dist_consolidate.errors import Caught, ConsolidateError, LostError, RankError, ResourceError
+from dist_consolidate.runtime.roll import named_ranks, stuck_text
+from dist_consolidate.units import format_duration
+
+if TYPE_CHECKING:
+    from dist_consolidate.runtime.watch import Watch
 
 _T = TypeVar("_T")
 
-TIMEOUT = datetime.timedelta(minutes=30)
+TIMEOUT_SEC = 30 * 60.0
 
 # How often ranks tell each other that they live while they work, at least.
 _MAX_BEAT_SEC = 0.5
 # What a thread gets to finish what it has begun when the run has failed.
 _GRACE_SEC = 10.0
-_STUCK = (
-    f"nothing could be read or written for {int(TIMEOUT.total_seconds() // 60)} minutes: a disk or "
-    "file system hangs"
-)
-_LOST = (
-    "contact with another rank was lost: it was killed, it ran into its timeout of "
-    f"{int(TIMEOUT.total_seconds() // 60)} minutes, or its node or network is gone"
-)
 # How gloo's words for that look; any other error of a collective is told as it is.
 _LOST_WORDS = re.compile(r"connect|timed? ?out|broken pipe|peer|socket|closed|reset", re.I)
 
@@ -45,12 +43,25 @@ class Control:
     Attributes:
         rank: This process.
         size: Number of processes.
+        hosts: Each rank's host, where there are several ranks.
+        watch: Who ends this process where the main thread cannot; ``None`` in somebody else's.
     """
 
-    def __init__(self, rank: int, size: int, group: Any = None) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: Any = None,  # noqa: ANN401
+        *,
+        timeout_sec: float = TIMEOUT_SEC,
+        watch: Watch | None = None,
+    ) -> None:
         """Wrap a CPU process group (gloo); ``None`` where there is one rank only."""
-        self.rank, self.size = rank, size
-        self._group = group
+        self.rank, self.size, self.watch = rank, size, watch
+        self._group, self._timeout_sec = group, timeout_sec
+        self.hosts: list[str] = []
+        if size > 1:
+            self.hosts = self.exchange(socket.gethostname())
         self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
         self._lag = 0
 
@@ -74,7 +85,7 @@ class Control:
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
         return values
 
     def broadcast(self, value: Any) -> Any:  # noqa: ANN401 - anything picklable
@@ -97,7 +108,7 @@ class Control:
         try:
             dist.broadcast_object_list(values, src=0, group=self._group)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
         return values[0]
 
     def part(self) -> None:
@@ -125,8 +136,13 @@ class Control:
         try:
             dist.gather_object(value, values or None, dst=0, group=self._group)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
         return values
+
+    def clean_up_with(self, action: Callable[[], None]) -> None:
+        """Name what removes everything half-made, should this process have to end at once."""
+        if self.watch is not None:
+            self.watch.clean_up = action
 
     def agree(self, error: Exception | None) -> None:
         """Wait for all ranks; raise on every one of them if any brings an error.
@@ -202,14 +218,31 @@ class Control:
                 if progress() != last:
                     last, since = progress(), time.monotonic()
                 busy, error = work.thread.is_alive(), work.caught.error
-                if busy and time.monotonic() - since > TIMEOUT.total_seconds():
-                    error = ConsolidateError(_STUCK)
+                if busy and time.monotonic() - since > self._timeout_sec:
+                    error = self._stuck()
                 if not self._anyone(busy, error):
                     return work.result
         except BaseException:  # a signal's, too: no thread may outlive the run
             stop()
             work.thread.join(_GRACE_SEC)
             raise
+
+    def _stuck(self) -> ConsolidateError | None:
+        """Say that work does not get on; where somebody watches over that, it is theirs to say."""
+        if self.watch is not None:
+            return None
+        what = str(next(doing.under_way(), "the work"))
+        return ConsolidateError(stuck_text(self._timeout_sec, what))
+
+    def _lost(self, error: Exception) -> RankError:
+        line = _first_line(error)
+        if _LOST_WORDS.search(line) is None:
+            return RankError(f"the ranks cannot talk: {line}")
+        return LostError(
+            "contact with another rank was lost: it was killed, it did nothing for "
+            f"{format_duration(self._timeout_sec)} (--timeout), or its node or network is gone "
+            f"({line})"
+        )
 
     def _anyone(self, busy: bool, error: Exception | None) -> bool:
         """Tell whether any rank is busy; raise if any has failed."""
@@ -220,7 +253,7 @@ class Control:
         try:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as lost:
-            raise _lost(lost) from lost
+            raise self._lost(lost) from lost
         failed, anyone = flags.tolist()
         if failed:
             self._raise_all(error)
@@ -234,7 +267,7 @@ class Control:
         try:
             work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         except RuntimeError as lost:
-            raise _lost(lost) from lost
+            raise self._lost(lost) from lost
         self._pending.append((work, flag))
 
     def _wait(self, error: Exception | None) -> None:
@@ -254,7 +287,7 @@ class Control:
         try:
             work.wait()
         except RuntimeError as lost:
-            raise _lost(lost) from lost
+            raise self._lost(lost) from lost
         return bool(flag.item())
 
     def _raise_all(self, error: Exception | None) -> None:
@@ -263,7 +296,7 @@ class Control:
         by_message: dict[str, list[int]] = {}
         for rank, (message, _) in found:
             by_message.setdefault(message, []).append(rank)
-        lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_message.items()]
+        lines = [f"{named_ranks(ranks, self.hosts)}: {text}" for text, ranks in by_message.items()]
         failure = RankError("\n".join(lines), max(code for _, (_, code) in found))
         failure.agreed = True
         raise failure from error
@@ -317,12 +350,6 @@ def exit_code(error: Exception) -> int:
     """Tell the exit code that an error ends the program with."""
     error = explained(error)
     return error.exit_code if isinstance(error, ConsolidateError) else 1
-
-
-def _lost(error: Exception) -> RankError:
-    line = _first_line(error)
-    known = _LOST_WORDS.search(line) is not None
-    return RankError(f"{_LOST} ({line})" if known else f"the ranks cannot talk: {line}")
 
 
 def _first_line(error: Exception) -> str:

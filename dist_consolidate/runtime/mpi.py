@@ -115,7 +115,7 @@ def join(told: Launched) -> tuple[Launched, socket.socket | None]:
         return _join(told)
     except ConsolidateError as error:
         refused = RendezvousError(str(error), error.exit_code)
-        refused.spoken_for = voice.is_taken()
+        refused.silent = voice.is_taken()
         raise refused from error
 
 

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dist_consolidate.doing import Doing
 from dist_consolidate.runtime.stages import Stopwatch
 from dist_consolidate.runtime.writeback import start_writeback, wait_for_writeback
 
@@ -88,7 +89,7 @@ class OutputFiles:
         Raises:
             OSError: With the file's name, if the system refuses.
         """
-        with self._watch.timing("write", len(data)), _named(self._paths[file]):
+        with self._watch.timing("write", len(data)), _named(self._paths[file], "writing"):
             low = high = len(data)
             if bypass and self._can_bypass:
                 low, high = _aligned_part(data, offset_bytes)
@@ -120,13 +121,15 @@ class OutputFiles:
             OSError: With the file's name, if the system refuses for another reason.
         """
         done, descriptor = 0, self._descriptor(file)
-        with self._watch.timing("copy", num_bytes), _named(self._paths[file]):
+        path = self._paths[file]
+        with self._watch.timing("copy", num_bytes), _named(path, "writing"):
             while done < num_bytes:
                 step = min(num_bytes - done, _COPY_BYTES)
                 try:
-                    count = os.copy_file_range(
-                        source, descriptor, step, source_bytes + done, offset_bytes + done
-                    )
+                    with Doing("copying to", path):
+                        count = os.copy_file_range(
+                            source, descriptor, step, source_bytes + done, offset_bytes + done
+                        )
                 except OSError as error:
                     if error.errno in _UNSUPPORTED and not done:
                         return None
@@ -146,7 +149,7 @@ class OutputFiles:
         """
         with self._watch.timing("sync", 0):
             for (file, _), descriptor in list(self._descriptors.items()):
-                with _named(self._paths[file]):
+                with _named(self._paths[file], "syncing"):
                     os.fsync(descriptor)
                 self.num_synced += 1
 
@@ -203,10 +206,11 @@ def _write_all(descriptor: int, data: memoryview, offset_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: Path, what: str) -> Iterator[None]:
     """Put the file's name into what the operating system says of a descriptor."""
     try:
-        yield
+        with Doing(what, path):
+            yield
     except OSError as error:
         error.filename = str(path)
         raise

@@ -81,7 +81,7 @@ def meet(
         problem = interface_problem(with_nccl=with_nccl)
         _gather(store, launched, timeout_sec, deadline, problem)
     except RendezvousError as error:
-        error.spoken_for = voice.is_taken()
+        error.silent = voice.is_taken()
         raise
     return store
 

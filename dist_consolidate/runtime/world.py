@@ -16,13 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.errors import UsageError
 from dist_consolidate.runtime import mpi, rendezvous
-from dist_consolidate.runtime.control import TIMEOUT, Control
+from dist_consolidate.runtime.control import TIMEOUT_SEC, Control
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.sharing import Hardware, each_has_its_own, hardware_of
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from dist_consolidate.runtime.watch import Watch
+
+# Where a watch tells live ranks from dead ones, a rank may wait for one that gets on.
+_PATIENCE = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +126,8 @@ def join_world(
     lean: bool = False,
     launcher: str = "auto",
     rendezvous_timeout_sec: float = rendezvous.TIMEOUT_SEC,
+    timeout_sec: float = TIMEOUT_SEC,
+    watch: Watch | None = None,
 ) -> Iterator[World]:
     """Become a rank of the run; everything that was set up is taken down again.
 
@@ -130,6 +137,8 @@ def join_world(
         launch: Initialize the default process group as the launcher says, if there is none.
         launcher: Whose variables count; see :func:`find_launched`.
         rendezvous_timeout_sec: How long ranks wait for each other at the start.
+        timeout_sec: How long ranks wait for one that gets nothing done.
+        watch: Who ends this process where the main thread cannot.
 
     Yields:
         This rank's world.
@@ -144,14 +153,20 @@ def join_world(
         launched, listening = mpi.join(launched)
     size = launched.size if launch else 1
     if lean and size == 1 and not _is_initialized():
-        yield World(0, 1, None, Control(0, 1))
+        yield World(0, 1, None, Control(0, 1, watch=watch))
         return
     device = choose_device(device_request, _device_index(launched))
     with _current_device(device):
-        if size > 1 or _is_initialized():
-            yield from _distributed(device, launched, rendezvous_timeout_sec, listening)
+        if _is_initialized():
+            yield from _distributed(device, launched, timeout_sec, watch)
+        elif size > 1:
+            _meet(device, launched, rendezvous_timeout_sec, listening)
+            try:
+                yield from _distributed(device, launched, timeout_sec, watch)
+            finally:
+                _leave()
         else:
-            yield World(0, 1, device, Control(0, 1))
+            yield World(0, 1, device, Control(0, 1, watch=watch))
 
 
 def _hints(launcher: str) -> Launched:
@@ -186,31 +201,42 @@ def _current_device(device: torch.device) -> Iterator[None]:
 
 
 def _distributed(
-    device: torch.device,
-    launched: Launched,
-    rendezvous_timeout_sec: float,
-    listening: socket.socket | None,
+    device: torch.device, launched: Launched, timeout_sec: float, watch: Watch | None
 ) -> Iterator[World]:
     import torch.distributed as dist
 
-    local_size = launched.local_size or 1
-    ours = not dist.is_initialized()
-    if ours:
-        _meet(device, launched, rendezvous_timeout_sec, listening)
     group = None
     try:
-        with rendezvous.connecting(launched):
-            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         rank, size = dist.get_rank(), dist.get_world_size()
+        patience = 1 if watch is None or size == 1 else _PATIENCE
+        with rendezvous.connecting(launched):
+            group = _new_group(patience * timeout_sec)
+        control = Control(rank, size, group, timeout_sec=timeout_sec, watch=watch)
+        if watch is not None and size > 1 and not watch.join(control, launched.address):
+            # Nobody tells who lives: then the group's own timeout must.
+            dist.destroy_process_group(group)
+            group = _new_group(timeout_sec)
+            control = Control(rank, size, group, timeout_sec=timeout_sec, watch=watch)
         carries = device.type == "cpu" or _default_group_carries(device)
         data_group = group if device.type == "cpu" or not carries else dist.group.WORLD
-        control = Control(rank, size, group)
-        yield World(rank, size, device, control, local_size, data_group, carries)
+        yield World(rank, size, device, control, launched.local_size or 1, data_group, carries)
     finally:
+        if watch is not None:
+            watch.part()
         if group is not None:
             dist.destroy_process_group(group)
-        if ours:
-            dist.destroy_process_group()
+
+
+def _new_group(timeout_sec: float) -> Any:  # noqa: ANN401 - a process group
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_sec))
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
 
 
 def _meet(

@@ -46,6 +46,7 @@ TORCHRUN = {
     "MASTER_ADDR": "gpu01",
     "MASTER_PORT": "29500",
 }
+DECIDED = ("SLURM_STEP_NODELIST", "SLURM_STEP_ID")
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 ALONE = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
 
@@ -66,9 +67,9 @@ def refused(environ: Mapping[str, str]) -> str:
 
 def test_a_task_of_the_first_node_and_one_of_another() -> None:
     first, last = find_launched(STEP), find_launched({**STEP, **LAST})
-    assert first == Launched("slurm", 0, 4, 0, 3, "127.0.0.1", first.port)
+    assert first == Launched("slurm", 0, 4, 0, 3, "127.0.0.1", first.port, DECIDED)
     # Not SLURM_LAUNCH_NODE_IPADDR: that is where srun runs.
-    assert last == Launched("slurm", 3, 4, 0, 1, "gpu01", first.port)
+    assert last == Launched("slurm", 3, 4, 0, 1, "gpu01", first.port, DECIDED)
 
 
 def test_a_step_smaller_than_its_job() -> None:

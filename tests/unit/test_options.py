@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dist_consolidate.config_file import load_config
 from dist_consolidate.errors import UsageError
-from dist_consolidate.options import CHOICES, Options, load_config, make_options
+from dist_consolidate.options import CHOICES, Options, make_options
 
 
 def refusal(**values: object) -> str:
@@ -39,6 +40,7 @@ def test_defaults():
         "include": (),
         "pipeline_names": "module",
         "tp_rules": None,
+        "tensor_parallel": None,
         "hf_config": None,
         "allow_16bit": False,
         "transport": "auto",
@@ -48,6 +50,7 @@ def test_defaults():
         "io": "auto",
         "launcher": "auto",
         "rendezvous_timeout": "5min",
+        "timeout": "30min",
         "overwrite": False,
         "dry_run": False,
     }
@@ -194,7 +197,9 @@ def test_globs():
 
 def test_unknown_options():
     message = refusal(zeal=1, form="bin")
-    assert message.startswith("unknown option form, zeal; known are allow_16bit, allow_missing, ")
+    assert message.startswith(
+        "unknown option form (did you mean format?), zeal; known are allow_16bit, allow_missing, "
+    )
 
 
 # The TOML form.
@@ -232,11 +237,14 @@ device = "cpu"
 io = "buffered"
 launcher = "mpi"
 rendezvous_timeout = "90s"
+timeout = "5min"
 overwrite = true
 dry_run = true
 """
     values = load_config(config(tmp_path, text))
-    assert set(values) == {field.name for field in dataclasses.fields(Options)}
+    # In place of tp_rules there may be the rules themselves.
+    others = {field.name for field in dataclasses.fields(Options)} - {"tensor_parallel"}
+    assert set(values) == others
     options = make_options(values)
     assert (options.tag, options.format, options.dtype) == ("global_step7", "bin", "keep")
     assert (options.max_shard_bytes, options.bucket_bytes) == (10**9, 10**6)
@@ -244,7 +252,10 @@ dry_run = true
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
     assert options.trust_masters and options.allow_16bit
-    assert (options.tp_rules, options.hf_config) == ("rules.toml", "model")
+    assert (options.tp_rules, options.hf_config) == (
+        str(tmp_path / "rules.toml"),
+        str(tmp_path / "model"),
+    )
     assert options.io == "buffered"
     assert (options.launcher, options.rendezvous_timeout_sec) == ("mpi", 90)
     assert (options.transport, options.num_writers(8), options.device) == ("direct", 2, "cpu")
@@ -257,7 +268,7 @@ def test_an_empty_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("formt = 'bin'", "unknown option formt; known are"),
+        ("formt = 'bin'", "unknown option formt (did you mean format?); known are"),
         ("[consolidate]\nformat = 'bin'", "unknown option consolidate"),
         ("format = 3", "--format 3: must be one of"),
         ("format = ['bin']", "--format ['bin']: must be one of"),

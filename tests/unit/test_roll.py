@@ -1,0 +1,126 @@
+"""The roll call: what the ranks say becomes one reason to end."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from dist_consolidate.runtime.hub import Hub, Line
+from dist_consolidate.runtime.roll import KILLED, Roll, named_ranks
+
+HOSTS = ["a", "a", "b", "b"]
+
+
+def verdict(roll: Roll) -> tuple[str, int] | None:
+    roll.tick(0.3)
+    return None if roll.verdict is None else (roll.verdict.text, roll.verdict.code)
+
+
+def test_nothing_happens():
+    roll = Roll(HOSTS, 10)
+    roll.left(1)
+    roll.closed(1)
+    assert verdict(roll) is None
+    for _ in range(100):
+        roll.tick(1)
+        for rank in (0, 2, 3):
+            roll.heard(rank, "")
+    assert verdict(roll) is None
+
+
+def test_a_node_that_dies_is_told_in_one_line():
+    roll = Roll(HOSTS, 10)
+    roll.closed(3)
+    roll.tick(0.1)
+    roll.closed(2)
+    assert verdict(roll) == (f"ranks 2, 3 (on b): {KILLED}", 1)
+
+
+def test_silence():
+    roll = Roll(HOSTS, 10)
+    roll.heard(2, "reading x")
+    for _ in range(11):
+        roll.tick(1)
+        for rank in (0, 1, 3):
+            roll.heard(rank, "")
+    text, code = verdict(roll)
+    assert text.startswith("rank 2 (on b): not heard of for 10 s (--timeout): it is stopped")
+    assert text.endswith("; it was reading x")
+    assert code == 1
+
+
+def test_the_first_reason_counts():
+    roll = Roll(HOSTS, 10)
+    roll.failed(1, "failed", "no space", 4)
+    roll.failed(2, "stopped", "stopped by SIGTERM", 143)
+    roll.closed(1)
+    assert verdict(roll) == ("rank 1 (on a): no space", 4)
+    roll.failed(3, "failed", "late", 1)
+    assert verdict(roll) == ("rank 1 (on a): no space", 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "words"),
+    [
+        ([0], [], "rank 0"),
+        ([0, 1], HOSTS, "ranks 0, 1 (on a)"),
+        ([1, 3], HOSTS, "ranks 1 (on a) and 3 (on b)"),
+    ],
+)
+def test_names(ranks, hosts, words):
+    assert named_ranks(ranks, hosts) == words
+
+
+def connect(hub: Hub, hello: dict[str, object]) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", hub.port), timeout=10)
+    connection.sendall(json.dumps(hello).encode() + b"\n")
+    return connection
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [{"rank": 1}, {"rank": 1, "token": "x"}, {"token": 0}, {"rank": 9, "token": None}],
+)
+def test_a_stranger_is_sent_away(hello):
+    hub = Hub(HOSTS, 10, 0.2)
+    try:
+        hello = {**hello, "token": hub.token} if hello.get("token", 0) is None else hello
+        with connect(hub, hello) as stranger:
+            assert stranger.recv(100) == b""
+        # It is not missed, and the hub still listens.
+        with connect(hub, {"rank": 1, "token": hub.token}) as rank:
+            assert json.loads(rank.recv(100)) == {"welcome": True}
+            rank.sendall(b"no json\n[3]\n" + json.dumps({"doing": "x"}).encode() + b"\n")
+            assert json.loads(rank.recv(100)) == {"alive": True}
+    finally:
+        hub.stop()
+
+
+def test_all_hear_the_verdict():
+    hub = Hub(HOSTS[:2], 10, 0.2)
+    try:
+        lines = []
+        for rank in range(2):
+            connection = connect(hub, {"rank": rank, "token": hub.token})
+            assert json.loads(connection.recv(100)) == {"welcome": True}
+            lines.append(connection)
+        lines[1].close()
+        heard = json.loads(lines[0].recv(1000))
+        assert heard == {"verdict": f"rank 1 (on a): {KILLED}", "code": 1}
+        lines[0].close()
+    finally:
+        hub.stop()
+
+
+def test_lines_come_whole():
+    left, right = socket.socketpair()
+    line = Line(left)
+    right.sendall(b'{"a": 1}\n{"b"')
+    assert line.receive() == [{"a": 1}]
+    right.sendall(b": 2}\n")
+    right.close()
+    assert line.receive() == [{"b": 2}]
+    assert line.receive() is None
+    line.close()
