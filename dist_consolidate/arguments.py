@@ -152,6 +152,19 @@ def _add_moving(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         help="what one round moves, all ranks together (default: auto)",
     )
+    add(
+        "--device-memory",
+        metavar="SIZE|N%",
+        help="device memory that each rank may take, in bytes or as a part of what is free for it "
+        "(default: auto, half of that)",
+    )
+    add(
+        "--host-memory",
+        metavar="SIZE|N%",
+        help="host memory that each rank's buffers may take, in bytes or as a part of what is free "
+        "for it under all limits: cgroups, the machine, ulimit (default: auto, at most half of "
+        "that)",
+    )
     add("--device", choices=CHOICES["device"], help="default: auto")
     add(
         "--io",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate.errors import UsageError
-from dist_consolidate.units import parse_size
+from dist_consolidate.units import Amount, parse_amount, parse_size
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "format": ("safetensors", "bin"),
@@ -54,6 +54,9 @@ class Options:
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
+        device_memory: Device memory that each rank may take: ``20GB``, ``40%`` of what is free for
+            it, or ``auto``.
+        host_memory: Host memory that each rank's buffers may take, the same way.
         device: ``auto``, ``cpu`` or ``cuda``.
         io: ``auto``, ``buffered`` or ``direct`` (past the page cache).
         overwrite: Replace an earlier result.
@@ -80,6 +83,8 @@ class Options:
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"
+    device_memory: str | int = "auto"
+    host_memory: str | int = "auto"
     device: str = "auto"
     io: str = "auto"
     overwrite: bool = False
@@ -120,7 +125,7 @@ class Options:
         if "" in self.strip_prefix:
             raise UsageError("--strip-prefix: is empty; name what stands before the names")
         _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs
-        _ = self.rename_pairs
+        _ = self.rename_pairs, self.device_amount, self.host_amount
 
     @property
     def tie_policy(self) -> str:
@@ -141,6 +146,16 @@ class Options:
         """Bucket size in bytes; ``None`` for the budget's."""
         auto = self.bucket_size == "auto"
         return None if auto else _size("bucket_size", self.bucket_size)
+
+    @property
+    def device_amount(self) -> Amount | None:
+        """Device memory that each rank may take; ``None`` for the budget's own choice."""
+        return _amount("device_memory", self.device_memory)
+
+    @property
+    def host_amount(self) -> Amount | None:
+        """Host memory that each rank may take; ``None`` for the budget's own choice."""
+        return _amount("host_memory", self.host_memory)
 
     def num_writers(self, size: int) -> int | None:
         """Give how many of ``size`` ranks write; ``None`` for the transport's default."""
@@ -200,6 +215,13 @@ def _written(name: str, value: str | int) -> str:
 def _size(name: str, value: str | int) -> int:
     try:
         return parse_size(value)
+    except ValueError as error:
+        raise UsageError(f"{_flag(name)}: {error}") from error
+
+
+def _amount(name: str, value: str | int) -> Amount | None:
+    try:
+        return None if value == "auto" else parse_amount(value)
     except ValueError as error:
         raise UsageError(f"{_flag(name)}: {error}") from error
 

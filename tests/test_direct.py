@@ -206,7 +206,7 @@ def test_a_trial_in_the_middle_changes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, number in (("_WORTH_TRYING_BYTES", 1), ("_TRIAL_BYTES", 500_000)):
+    for name, number in (("WORTH_TRYING_BYTES", 1), ("_TRIAL_BYTES", 500_000)):
         monkeypatch.setattr(bypass, name, number)
     monkeypatch.setattr(bypass, "_MIN_READ_BYTES", 1)
     outcome, calls, real = {"read": reads, "write": writes}, [], os.pwrite
