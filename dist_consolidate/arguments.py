@@ -154,16 +154,16 @@ def _add_moving(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--device-memory",
-        metavar="SIZE|N%",
-        help="device memory that each rank may take, in bytes or as a part of what is free for it "
-        "(default: auto, half of that)",
+        metavar="SIZE|PERCENT",
+        help="device memory that each rank may take, such as 20GB (bytes for each rank), or such "
+        "as 40%% of what is free for it (default: auto, half of that)",
     )
     add(
         "--host-memory",
-        metavar="SIZE|N%",
-        help="host memory that each rank's buffers may take, in bytes or as a part of what is free "
-        "for it under all limits: cgroups, the machine, ulimit (default: auto, at most half of "
-        "that)",
+        metavar="SIZE|PERCENT",
+        help="host memory that each rank's buffers may take, such as 2GB (bytes for each rank), or "
+        "such as 40%% of what is free for it under the limits of cgroups, the machine and ulimit "
+        "(default: auto, half of that at most)",
     )
     add("--device", choices=CHOICES["device"], help="default: auto")
     add(

@@ -18,6 +18,7 @@ from dist_consolidate.runtime.rooms import (
     Lack,
     Reading,
     allowances,
+    beyond_notes,
     lack_error,
     rank_texts,
 )
@@ -35,7 +36,7 @@ _CPU_TABLES = 5
 _MIN_TABLES = 4  # one being read, one read, one exchanged, one made into output
 _CPU_THREADS, _GPU_THREADS = 2, 4
 # Beside the buffers: stacks, working arrays, headers, what torch and gloo allocate as they go.
-OVERHEAD_BYTES = 8 * 2**20
+OVERHEAD_BYTES = 12 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -320,7 +321,9 @@ class _Fitting:
             tuple(one for kind in self._kinds if (one := self._allowed[kind][rank]) is not None)
             for rank in range(len(self._readings))
         )
-        return Settled(budget, limits, (*self._shrunk(budget), *self._low_notes(low)))
+        beyond = beyond_notes(self._readings, self._wanted.host, len(self._readings))
+        notes = (*self._shrunk(budget), *self._low_notes(low), *beyond)
+        return Settled(budget, limits, notes)
 
     def _shrunk(self, budget: Budget) -> Iterator[str]:
         first = self._first_bytes()
@@ -338,7 +341,7 @@ class _Fitting:
             if limits:
                 rank, allowance, _ = min(limits, key=lambda item: item[2])
                 where = rank_texts([rank], self._readings)
-                texts.append(f"{where} may take {allowance.text()}")
+                texts.append(f"{where} can have {allowance.text()}")
         return ", ".join(texts)
 
     def _low_notes(self, low: set[int]) -> Iterator[str]:
@@ -346,7 +349,7 @@ class _Fitting:
             allowance = self._allowed["device"][rank]
             if allowance is not None and self._users[rank]:
                 yield (
-                    f"little device memory is free: {rank_texts([rank], self._readings)} may take "
+                    f"little device memory is free: {rank_texts([rank], self._readings)} can have "
                     f"{allowance.text()}; {self._users[rank]}"
                 )
 

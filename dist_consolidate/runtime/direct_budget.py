@@ -16,6 +16,7 @@ from dist_consolidate.runtime.rooms import (
     Lack,
     Reading,
     allowances,
+    beyond_notes,
     lack_error,
     rank_texts,
 )
@@ -135,7 +136,9 @@ def settle_direct(
     if lacks:
         raise lack_error(lacks, readings, given=given is not None)
     limits = tuple(() if one is None else (one,) for one in allowed)
-    return DirectSettled(tuple(crews), limits, tuple(_notes(short, crews, allowed, readings)))
+    notes = [*_notes(short, crews, allowed, readings)]
+    notes += beyond_notes(readings, wanted.host, num_writers)
+    return DirectSettled(tuple(crews), limits, tuple(notes))
 
 
 def _purpose(crew: Crew) -> str:
@@ -178,7 +181,7 @@ def _notes(
     for rank in short:
         allowance = allowed[rank]
         assert allowance is not None
-        what = f"{_purpose(crews[rank])} at a time; it may take {allowance.text()}"
+        what = f"{_purpose(crews[rank])} at a time; it can have {allowance.text()}"
         by_text.setdefault((readings[rank].host, what), []).append(rank)
     for (_, what), ranks in by_text.items():
         yield f"host memory is short: {rank_texts(ranks, readings)} works with {what}"

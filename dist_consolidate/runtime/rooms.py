@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from dist_consolidate.errors import ResourceError, listing
@@ -210,8 +210,37 @@ def lack_error(lacks: Sequence[Lack], readings: Sequence[Reading], *, given: boo
     if any(lack.allowance.num_sharing > 1 for lack in lacks):
         advice.append("start fewer ranks on a node")
     if any(not lack.allowance.option for lack in lacks):
-        kinds = {lack.allowance.kind: None for lack in lacks}
-        advice.append(f"run where more {' and '.join(kinds)} memory is free")
-    error = ResourceError(listing("not enough memory", items, " or ".join(advice)))
+        kinds = {lack.allowance.kind for lack in lacks if not lack.allowance.option}
+        advice.append(f"run where more {' and '.join(sorted(kinds))} memory is free")
+    error = ResourceError(listing("not enough memory", items, _either(advice)))
     error.agreed = True
     return error
+
+
+def _either(ways: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
+
+
+def beyond_notes(
+    readings: Sequence[Reading], asked: Amount | None, num_active: int
+) -> Iterator[str]:
+    """Say where the user allows more host memory than seems to be free; it is taken at its word.
+
+    Args:
+        readings: By rank.
+        asked: Host memory for each rank.
+        num_active: Ranks that take any.
+
+    Yields:
+        A note for each host.
+    """
+    if asked is None or asked.num_bytes is None:
+        return
+    by_text: dict[tuple[str, str], list[int]] = {}
+    for rank, real in enumerate(allowances(readings, "host", None, num_active)):
+        if real is not None and real.most_bytes < asked.num_bytes:
+            by_text.setdefault((readings[rank].host, real.text()), []).append(rank)
+    for (_, text), ranks in by_text.items():
+        who = rank_texts(ranks, readings)
+        each = "each " if len(ranks) > 1 else ""
+        yield f"--host-memory {asked.text} is taken at its word, but {who} {each}can have {text}"
