@@ -45,10 +45,10 @@ def memory_group() -> Iterator[MemoryGroup]:
         folder.mkdir()
     except OSError as error:
         raise NoGroup(f"{folder.parent}: {error.strerror}") from error
-    try:
-        yield _group(folder)
-    finally:
-        _remove(folder)
+    # Undone in the opposite order.
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, folder)
+        yield _group(folder, stack)
 
 
 def _own_folder() -> Path:
@@ -66,13 +66,14 @@ def _own_folder() -> Path:
     raise NoGroup("no mounted hierarchy of control groups limits memory")
 
 
-def _group(folder: Path) -> MemoryGroup:
+def _group(folder: Path, stack: contextlib.ExitStack) -> MemoryGroup:
     control = folder.parent / "cgroup.subtree_control"
     if control.exists() and "memory" not in control.read_text().split():
         try:
             control.write_text("+memory")
         except OSError as error:  # a group with processes in it has no limits below
             raise NoGroup(f"{control}: {error.strerror}") from error
+        stack.callback(control.write_text, "-memory")
     for limit, usage in _FILES:
         if os.access(folder / limit, os.W_OK):
             return MemoryGroup(folder, folder / limit, folder / usage)

@@ -1,4 +1,4 @@
-"""Runs under limits of memory that are there: options, ulimit, control groups, ranks of one host."""
+"""Runs under limits of memory that are there: options, ulimit, control groups, shared hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cases import CASES
 from tests.memory_groups import MemoryGroup, NoGroup, memory_group
 from tests.synthetic import Truth, write_large
 from tests.test_memory import check_some_tensors, measure
-from tests.torchrun import ROOT, Ended, messages, run_python, run_ranks, start_ranks
+from tests.torchrun import Ended, messages, run_python, run_ranks, start_ranks
 
 MB = 10**6
 CASE = CASES["kitchen_z3_bf16_w2"]
