@@ -30,6 +30,10 @@ def device_room(device: torch.device, machine: str) -> Room:
     name = str(getattr(_properties(device), "name", device.type))
     source = f"{name} {uuid or device.index}"
     key = uuid or f"{machine} {device.type} {device.index}"
+    instance = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if instance.upper().startswith("MIG-"):
+        # torch may tell the UUID of the whole GPU, whose instances share no memory.
+        key = f"{key} {instance}"
     return Room(source, key, int(total_bytes), int(free_bytes))
 
 

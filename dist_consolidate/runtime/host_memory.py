@@ -61,7 +61,9 @@ def _resource_limits(root: Path) -> Iterator[Room]:
         limit, _ = resource.getrlimit(number)
         if limit != resource.RLIM_INFINITY and field in used:
             free = max(limit - used[field] - reserve, 0)
-            yield Room(f"{name} of this process", f"{name} {os.getpid()}", limit, free)
+            # Containers of one machine may have the same numbers for their processes.
+            key = f"{name} {socket.gethostname()} {os.getpid()}"
+            yield Room(f"{name} of this process", key, limit, free)
 
 
 def _kilobytes(path: Path) -> dict[str, int]:

@@ -270,3 +270,29 @@ def test_a_rank_asks_for_its_own_card(pynvml, monkeypatch):
     device_memory.device_cpus(device)
     assert asked == ["00000000:65:00.0", "0000:c1:00.0"]
     assert device_memory.device_users(SimpleNamespace(type="xpu", index=0), set()) == ""
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids", "same"),
+    [
+        # Each rank sees one card only, as its first: the UUID tells them apart.
+        (("0", "1"), (H100_BARE, OTHER), False),
+        (("", "0"), (H100_BARE, H100_BARE), True),
+        ((MIG_3G, MIG_1G), (H100_BARE, H100_BARE), False),
+        ((MIG_3G, MIG_3G), (H100_BARE, H100_BARE), True),
+        # Some virtual cards have no UUID: then the ordinal has to do.
+        (("", ""), ("0000-0000", "0000-0000"), True),
+    ],
+)
+def test_ranks_that_share_a_card_know_it(monkeypatch, visible, uuids, same):
+    module = SimpleNamespace(mem_get_info=lambda device: (3 * GB, 80 * GB))
+    monkeypatch.setattr(device_memory.torch, "get_device_module", lambda device: module)
+    rooms = []
+    for listed, uuid in zip(visible, uuids, strict=True):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        found = SimpleNamespace(uuid=uuid, name="NVIDIA H100 80GB HBM3")
+        monkeypatch.setattr(device_memory, "_properties", lambda device, found=found: found)
+        rooms.append(device_memory.device_room(SimpleNamespace(type="cuda", index=0), "boot"))
+    assert (rooms[0].key == rooms[1].key) == same
+    assert (rooms[0].free_bytes, rooms[0].limit_bytes) == (3 * GB, 80 * GB)
+    assert rooms[0].source.startswith("NVIDIA H100 80GB HBM3 ")
