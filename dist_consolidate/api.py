@@ -43,6 +43,8 @@ def consolidate(
     transport: str = "auto",
     writers: str | int | None = None,
     bucket_size: str | int = "auto",
+    device_memory: str | int = "auto",
+    host_memory: str | int = "auto",
     device: str = "auto",
     io: str = "auto",
     launcher: str = "auto",
@@ -90,6 +92,9 @@ def consolidate(
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
+        device_memory: Device memory that each rank may take, in bytes, as text such as ``20GB``, as
+            a part of what is free for it such as ``40%``, or ``auto``.
+        host_memory: Host memory that each rank's buffers may take, the same way.
         device: ``auto``, ``cpu`` or ``cuda``.
         io: ``auto``, ``buffered`` or ``direct``: whether ``direct`` transport reads and writes
             through the page cache.
@@ -129,6 +134,8 @@ def consolidate(
             "transport": transport,
             "writers": writers,
             "bucket_size": bucket_size,
+            "device_memory": device_memory,
+            "host_memory": host_memory,
             "device": device,
             "io": io,
             "launcher": launcher,

@@ -171,6 +171,19 @@ def _add_moving(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         help="what one round moves, all ranks together (default: auto)",
     )
+    add(
+        "--device-memory",
+        metavar="SIZE|PERCENT",
+        help="device memory that each rank may take, such as 20GB (bytes for each rank), or such "
+        "as 40%% of what is free for it (default: auto, half of that)",
+    )
+    add(
+        "--host-memory",
+        metavar="SIZE|PERCENT",
+        help="host memory that each rank's buffers may take, such as 2GB (bytes for each rank), or "
+        "such as 40%% of what is free for it under the limits of cgroups, the machine and ulimit "
+        "(default: auto, half of that at most)",
+    )
     add("--device", choices=CHOICES["device"], help="default: auto")
     add(
         "--io",

@@ -154,11 +154,18 @@ def _times(report: Report) -> list[str]:
 def _forecast(report: Report) -> list[str]:
     """Say what the ranks would do, neighbours that do the same together."""
     lines = [f"transport {report.transport}; nothing was written (--dry-run)"]
-    works = [_work_text(work) for work in report.ranks]
-    for text, group in itertools.groupby(range(len(works)), key=lambda rank: works[rank]):
+    lines += _by_rank([_work_text(work) for work in report.ranks])
+    return lines + _by_rank([_limits_text(work) for work in report.ranks])
+
+
+def _by_rank(texts: Sequence[str]) -> list[str]:
+    """Say something of each rank, of neighbours with the same text together."""
+    lines = []
+    for text, group in itertools.groupby(range(len(texts)), key=lambda rank: texts[rank]):
         ranks = list(group)
         several = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        lines.append(f"{several}: each {text}" if len(ranks) > 1 else f"{several}: {text}")
+        if text:
+            lines.append(f"{several}: each {text}" if len(ranks) > 1 else f"{several}: {text}")
     return lines
 
 
@@ -168,6 +175,11 @@ def _work_text(work: RankReport) -> str:
         f"{format_bytes(work.num_bytes_written)}, {plural(work.num_buckets, 'bucket')}, holds "
         f"{format_bytes(work.memory_bytes)} of weights at most"
     )
+
+
+def _limits_text(work: RankReport) -> str:
+    limits = " and ".join(work.memory_limits)
+    return f"can have {limits}" if limits else ""
 
 
 def _left_out(report: Report) -> list[str]:

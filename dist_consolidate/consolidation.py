@@ -296,7 +296,8 @@ class _Run:
             num_bytes=self.plan.num_bytes,
             ties={alias: tie.holder for alias, tie in self.plan.ties.items()},
             left_out=self.plan.left_out,
-            notes=notes,
+            # What was done about memory is this run's matter; the manifest speaks of the result.
+            notes=(*notes, *self.moving.notes),
             facts=self.planned.facts,
             transport=self.moving.transport,
             num_bytes_read=sum(rank.num_bytes_read for rank in ranks),

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import os
+import collections
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from dist_consolidate.errors import Caught, UsageError
+from dist_consolidate.errors import UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.output.layout import FileLayout
 from dist_consolidate.plan.direct import FileMap, Share
-from dist_consolidate.plan.owners import Owned, Owners, deal_out
+from dist_consolidate.plan.owners import Owners, deal_out
 from dist_consolidate.planning import Planned, on_rank_0
 from dist_consolidate.report import RankReport
+from dist_consolidate.runtime.budget import Wanted, make_budget, read_all
 from dist_consolidate.runtime.direct import DirectMove, DirectWork, widest_cast
+from dist_consolidate.runtime.direct_budget import (
+    MAX_THREADS,
+    DirectNeeds,
+    DirectSettled,
+    settle_direct,
+)
 from dist_consolidate.runtime.results import MoveResult
+from dist_consolidate.runtime.rooms import Reading
 from dist_consolidate.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
 
     from dist_consolidate.plan.buckets import Phase
-    from dist_consolidate.runtime.budget import Budget
     from dist_consolidate.runtime.pipeline import Work
-
-# What the threads of a rank hold together, output bytes, if there are as many as there may be.
-_DIRECT_BYTES = 32 * 2**20
-_MAX_THREADS = 4
+    from dist_consolidate.runtime.placement import Placement
 
 
 class Moving(Protocol):
@@ -37,11 +41,13 @@ class Moving(Protocol):
         transport: Its name.
         num_writers: Ranks that write: the first ones.
         writes_literals: Whether it writes headers as well, or they must be there before.
+        notes: What people should hear of the memory it takes.
     """
 
     transport: str
     num_writers: int
     writes_literals: bool
+    notes: tuple[str, ...]
 
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do; the same on every rank."""
@@ -70,6 +76,7 @@ def make_moving(
 
     Raises:
         UsageError: If what was asked for cannot be done here.
+        ResourceError: If there is not enough memory for it.
     """
     transport = on_rank_0(world.control, lambda: _choose_transport(planned, options, world))
     if transport == "direct":
@@ -105,44 +112,73 @@ class _Direct:
         ]
         self._checksums = any(layout.needs_crc for layout in layouts)
         self._owned = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
-        self._ratio = widest_cast(self._plan)
+        self._settled = self._settle()
+        self.notes = (*self._settled.notes, *_unused_device_memory(options))
 
-    def _share(self, owned: Sequence[Owned]) -> Share:
-        room = (self._options.bucket_bytes or _DIRECT_BYTES) // _MAX_THREADS
-        return Share(self._plan, self._maps, owned, int(room / max(self._ratio, 1)))
+    def _settle(self) -> DirectSettled:
+        """Agree on threads and buckets, by what memory there is."""
+        readings = read_all(self._world, with_device=False)
+        needs = DirectNeeds(self._owned, widest_cast(self._plan), self._options.io)
+        return settle_direct(needs, _wanted(self._options), readings, _num_threads(readings))
+
+    def _share(self, rank: int) -> Share:
+        bucket_bytes = self._settled.crews[rank].bucket_bytes
+        return Share(self._plan, self._maps, self._owned[rank], bucket_bytes)
 
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do (see :class:`Moving`)."""
         idle = [RankReport(0, 0, 0, 0)] * (self._world.size - self.num_writers)
-        return (*(self._forecast(self._share(owned)) for owned in self._owned), *idle)
+        return (*map(self._forecast, range(self.num_writers)), *idle)
 
-    def _forecast(self, share: Share) -> RankReport:
-        threads = min(_num_threads(self._world.local_size), share.num_buckets)
-        memory_bytes = int(threads * share.max_bucket_bytes * (1 + self._ratio))
-        return RankReport(share.num_read_bytes, share.num_bytes, share.num_buckets, memory_bytes)
+    def _forecast(self, rank: int) -> RankReport:
+        share, crew = self._share(rank), self._settled.crews[rank]
+        limits = tuple(limit.text() for limit in self._settled.limits[rank])
+        return RankReport(
+            share.num_read_bytes,
+            share.num_bytes,
+            share.num_buckets,
+            crew.memory_bytes,
+            memory_limits=limits,
+        )
 
     def move(self, paths: Sequence[Path]) -> MoveResult:
         """Move all bytes (see :class:`Moving`)."""
         rank = self._world.rank
-        owned = self._owned[rank] if rank < self.num_writers else []
+        if rank >= self.num_writers:
+            share, num_threads = Share(self._plan, self._maps, [], 1), 1
+        else:
+            share, num_threads = self._share(rank), self._settled.crews[rank].num_threads
         work = DirectWork(
             folder=self._planned.folder.folders,
             file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
             plan=self._plan,
-            share=self._share(owned),
+            share=share,
             files=paths,
             checksums=self._checksums,
             io=self._options.io,
-            num_threads=_num_threads(self._world.local_size),
+            num_threads=num_threads,
         )
         move = DirectMove(work)
         return self._world.control.together(move.run, move.stop, move.progress)
 
 
-def _num_threads(local_size: int) -> int:
+def _num_threads(readings: Sequence[Reading]) -> list[int]:
     """Two at least keep a disk busy; more of them than cores only wait for each other."""
-    cores = len(os.sched_getaffinity(0))
-    return max(2, min(cores // local_size, _MAX_THREADS))
+    neighbours = collections.Counter(reading.machine for reading in readings)
+    return [
+        max(2, min(reading.num_cores // neighbours[reading.machine], MAX_THREADS))
+        for reading in readings
+    ]
+
+
+def _wanted(options: Options) -> Wanted:
+    return Wanted(options.bucket_bytes, options.device_amount, options.host_amount)
+
+
+def _unused_device_memory(options: Options) -> Sequence[str]:
+    asked = options.device_memory
+    text = f"--device-memory {asked}: no device is used; weights pass through host memory alone"
+    return () if asked == "auto" else (text,)
 
 
 class _Exchange:
@@ -160,30 +196,35 @@ class _Exchange:
         self._options, self._world, self._plan = options, world, planned.plan
         self.num_writers = options.num_writers(world.size) or 1
         self._dealt = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
-        self._budget = self._agreed_budget()
+        self._cut: tuple[int, list[tuple[Phase, Placement]]] = (0, [])
+        self._settled = make_budget(world, _wanted(options), self._table_bytes)
+        self._budget = self._settled.budget
+        unused = () if world.has_accelerator else _unused_device_memory(options)
+        self.notes = (*self._settled.notes, *unused)
 
-    def _agreed_budget(self) -> Budget:
-        from dist_consolidate.runtime.budget import make_budget
+    def _phases(self) -> list[tuple[Phase, Placement]]:
+        """Give the phases and who reads which of their rows."""
+        return self._phases_of(self._budget.bucket_bytes)
 
-        with (caught := Caught()):
-            budget = make_budget(self._world, self._options.bucket_bytes)
-        self._world.control.agree(caught.error)
-        return budget
-
-    def _phases(self) -> list[Phase]:
+    def _phases_of(self, bucket_bytes: int) -> list[tuple[Phase, Placement]]:
         from dist_consolidate.plan.buckets import make_phases
+        from dist_consolidate.runtime.placement import place_rows
 
-        return make_phases(self._plan, self._budget.bucket_bytes, num_ranks=self._world.size)
+        if self._cut[0] != bucket_bytes:
+            phases = make_phases(self._plan, bucket_bytes, num_ranks=self._world.size)
+            placed = [(phase, place_rows(phase, self._planned.visible)) for phase in phases]
+            self._cut = bucket_bytes, placed
+        return self._cut[1]
+
+    def _table_bytes(self, bucket_bytes: int) -> int:
+        """Tell what a rank that receives holds of a bucket, where ranks see different shards."""
+        return _widest(self._phases_of(bucket_bytes), self._world.size)
 
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do (see :class:`Moving`)."""
-        from dist_consolidate.runtime.placement import place_rows
-
-        phases = self._phases()
-        placed = [place_rows(phase, self._planned.visible) for phase in phases]
-        size, num_buckets = self._world.size, sum(phase.num_buckets for phase in phases)
-        pairs = list(zip(phases, placed, strict=True))
-        table_bytes = max((p.row_bytes * where.width * size for p, where in pairs), default=0)
+        pairs = self._phases()
+        size, num_buckets = self._world.size, sum(phase.num_buckets for phase, _ in pairs)
+        table_bytes = _widest(pairs, size)
         found = []
         for rank in range(size):
             mine = self._dealt[rank] if rank < self.num_writers else ()
@@ -196,6 +237,7 @@ class _Exchange:
                     num_bytes_written=sum(part.stop_bytes - part.start_bytes for part in mine),
                     num_buckets=num_buckets,
                     memory_bytes=self._budget.held_bytes(table_bytes, num_buckets),
+                    memory_limits=tuple(limit.text() for limit in self._settled.limits[rank]),
                 )
             )
         return tuple(found)
@@ -218,7 +260,7 @@ class _Exchange:
         return Work(
             folder=self._planned.folder.folders,
             file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
-            phases=self._phases(),
+            phases=[phase for phase, _ in self._phases()],
             tensors=[
                 Moved(
                     tensor.source.num_numel,
@@ -240,6 +282,10 @@ class _Exchange:
             checksums=any(layout.needs_crc for layout in self._layouts),
             visible=self._planned.visible,
         )
+
+
+def _widest(pairs: Sequence[tuple[Phase, Placement]], size: int) -> int:
+    return max((phase.row_bytes * where.width * size for phase, where in pairs), default=0)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dist_consolidate.errors import UsageError
-from dist_consolidate.units import parse_duration, parse_size
+from dist_consolidate.units import Amount, parse_amount, parse_duration, parse_size
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "format": ("safetensors", "bin"),
@@ -55,6 +55,9 @@ class Options:
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         bucket_size: What one round moves, all ranks together, or ``auto``.
+        device_memory: Device memory that each rank may take: ``20GB``, ``40%`` of what is free for
+            it, or ``auto``.
+        host_memory: Host memory that each rank's buffers may take, the same way.
         device: ``auto``, ``cpu`` or ``cuda``.
         io: ``auto``, ``buffered`` or ``direct`` (past the page cache).
         launcher: Whose variables say which rank this is: ``auto``, ``torchrun``, ``slurm``,
@@ -86,6 +89,8 @@ class Options:
     transport: str = "auto"
     writers: str | int | None = None
     bucket_size: str | int = "auto"
+    device_memory: str | int = "auto"
+    host_memory: str | int = "auto"
     device: str = "auto"
     io: str = "auto"
     launcher: str = "auto"
@@ -137,6 +142,7 @@ class Options:
             raise UsageError("--strip-prefix: is empty; name what stands before the names")
         _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs
         _ = self.rename_pairs, self.timeout_sec, self.rendezvous_timeout_sec
+        _ = self.device_amount, self.host_amount
 
     @property
     def tie_policy(self) -> str:
@@ -167,6 +173,16 @@ class Options:
     def rendezvous_timeout_sec(self) -> float:
         """How long ranks wait for each other at the start."""
         return _duration("rendezvous_timeout", self.rendezvous_timeout)
+
+    @property
+    def device_amount(self) -> Amount | None:
+        """Device memory that each rank may take; ``None`` for the budget's own choice."""
+        return _amount("device_memory", self.device_memory)
+
+    @property
+    def host_amount(self) -> Amount | None:
+        """Host memory that each rank may take; ``None`` for the budget's own choice."""
+        return _amount("host_memory", self.host_memory)
 
     def num_writers(self, size: int) -> int | None:
         """Give how many of ``size`` ranks write; ``None`` for the transport's default."""
@@ -242,6 +258,13 @@ def unknown_names(unknown: Iterable[str], known: Iterable[str]) -> str:
 def _duration(name: str, value: str | float) -> float:
     try:
         return parse_duration(value)
+    except ValueError as error:
+        raise UsageError(f"{_flag(name)}: {error}") from error
+
+
+def _amount(name: str, value: str | int) -> Amount | None:
+    try:
+        return None if value == "auto" else parse_amount(value)
     except ValueError as error:
         raise UsageError(f"{_flag(name)}: {error}") from error
 

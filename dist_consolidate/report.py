@@ -20,6 +20,8 @@ class RankReport:
         memory_bytes: What its buckets take at most, host and device together.
         peak_bytes: The most memory its process ever had resident; 0 in a dry run.
         stages: How long each stage was busy; empty in a dry run.
+        memory_limits: What its buckets were fitted into: for the device, if one is used, and the
+            host, how much it may take of it, and which limit, option or device says so.
     """
 
     num_bytes_read: int
@@ -28,6 +30,7 @@ class RankReport:
     memory_bytes: int
     peak_bytes: int = 0
     stages: tuple[StageTime, ...] = ()
+    memory_limits: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Units are decimal, as on the Hugging Face Hub (``5GB`` is 5 * 10**9 bytes); ``Ki
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 _FACTORS = {
@@ -35,6 +36,45 @@ _SECONDS = {
 }
 _MAX_DURATION_SEC = 366 * 86400.0
 _DURATION_PART = re.compile(r"\s*(\d{1,12}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+_PERCENT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*%\s*")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Amount:
+    """So many bytes, or a part of something.
+
+    Attributes:
+        text: As it was written.
+        num_bytes: The bytes; ``None`` for a part.
+        fraction: The part, above 0 and at most 1; 1 for bytes.
+    """
+
+    text: str
+    num_bytes: int | None
+    fraction: float = 1.0
+
+
+def parse_amount(text: str | int) -> Amount:
+    """Turn ``"5GB"`` or ``"40%"`` into an amount.
+
+    Args:
+        text: A size as :func:`parse_size` takes it, or a percentage.
+
+    Returns:
+        The amount.
+
+    Raises:
+        ValueError: If it is neither, is 0, or is more than 100%.
+    """
+    match = _PERCENT.fullmatch(str(text))
+    if match is None:
+        if _SIZE.fullmatch(str(text)) is None:
+            raise ValueError(f"{text!r} is neither a size like 5GB nor a part like 40%")
+        return Amount(str(text), parse_size(text))
+    fraction = float(match.group(1)) / 100
+    if not 0 < fraction <= 1:
+        raise ValueError(f"{text!r} must be above 0% and at most 100%")
+    return Amount(str(text), None, fraction)
 
 
 def parse_size(text: str | int) -> int:

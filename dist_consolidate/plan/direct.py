@@ -125,6 +125,12 @@ class _Copy(NamedTuple):
     stop_bytes: int
 
 
+def step_bytes(bucket_bytes: int) -> int:
+    """Tell how long buckets of a size are: whole pages, or elements of any type."""
+    unit = PAGE_BYTES if bucket_bytes >= PAGE_BYTES else _WIDEST_BYTES
+    return max(bucket_bytes // unit, 1) * unit
+
+
 class Share:
     """The buckets of one rank.
 
@@ -143,9 +149,8 @@ class Share:
             owned: What this rank fills.
             bucket_bytes: The most output bytes in a bucket.
         """
-        unit = PAGE_BYTES if bucket_bytes >= PAGE_BYTES else _WIDEST_BYTES
         self._plan, self._maps, self._owned = plan, maps, owned
-        self._step_bytes = max(bucket_bytes // unit, 1) * unit
+        self._step_bytes = step_bytes(bucket_bytes)
         self._segments = _segments(plan, maps, {part.file for part in owned})
         self._led, self._copies = _split_copies(plan, maps, owned)
         self._windows = list(_by_turns([self._cut(part) for part in owned]))

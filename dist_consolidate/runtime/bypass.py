@@ -20,7 +20,7 @@ from dist_consolidate.doing import Doing
 from dist_consolidate.runtime.outfiles import ALIGNMENT_BYTES, aligned_bytes
 
 # A result so large that trying both ways on its first part costs next to nothing.
-_WORTH_TRYING_BYTES = 16 * 10**9
+WORTH_TRYING_BYTES = 16 * 10**9
 _TRIAL_BYTES = 128 * 2**20
 # Less at once is not worth a seek of its own.
 _MIN_READ_BYTES = 256 << 10
@@ -56,7 +56,7 @@ class IoChoice:
         """
         self._lock = threading.Lock()
         self._way: Way | None = Way(mode == "direct", mode == "direct")
-        if mode == "auto" and num_bytes >= _WORTH_TRYING_BYTES:
+        if mode == "auto" and num_bytes >= WORTH_TRYING_BYTES:
             self._way = None
         self._turn = False
         self._spent: dict[tuple[str, bool], tuple[int, float]] = {}

@@ -16,11 +16,9 @@ from dist_consolidate.checkpoint.fragments import Read
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.errors import Caught
 from dist_consolidate.plan.buckets import Phase
+from dist_consolidate.runtime.budget import CHUNK_BYTES
 from dist_consolidate.runtime.buffers import HostSlot, Pool, Table, use_device
 from dist_consolidate.runtime.clock import Clock
-
-# What one thread reads at a time: large enough for a disk, small enough to keep several at work.
-CHUNK_BYTES = 4 << 20
 
 
 class Load(NamedTuple):

@@ -27,6 +27,7 @@ from dist_consolidate.runtime.clock import Clock
 from dist_consolidate.runtime.collector import collector_paused
 from dist_consolidate.runtime.exchange import Exchange
 from dist_consolidate.runtime.loader import Load, Loader
+from dist_consolidate.runtime.numa import kept_near
 from dist_consolidate.runtime.ownership import Ownership, Place
 from dist_consolidate.runtime.placement import Placement, place_rows
 from dist_consolidate.runtime.results import MoveResult
@@ -150,6 +151,15 @@ def _undisturbed() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+def _kept_near(world: World) -> contextlib.AbstractContextManager[None]:
+    """Keep this thread, and those that it starts, on the cores near the rank's device."""
+    if not world.has_accelerator:
+        return contextlib.nullcontext()
+    from dist_consolidate.runtime.device_memory import device_cpus
+
+    return kept_near(device_cpus(world.device))
+
+
 class _Mover:
     def __init__(self, work: Work, world: World, transport: Transport, budget: Budget) -> None:
         self.work, self.world, self.transport, self.budget = work, world, transport, budget
@@ -186,6 +196,8 @@ class _Mover:
         caught = Caught()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_undisturbed())
+            # Before anything is allocated: pages lie on the node of whoever touches them first.
+            stack.enter_context(_kept_near(self.world))
             with caught:
                 tools = self._open(stack)
             self.world.control.agree(caught.error)

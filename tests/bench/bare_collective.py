@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_consolidate.runtime.budget import make_budget
+from dist_consolidate.runtime.budget import Wanted, make_budget
 from dist_consolidate.runtime.placement import Placement
 from dist_consolidate.runtime.transport import AllGather, Transport, make_transport
 from dist_consolidate.runtime.world import World, join_world
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> None:
     with join_world(asked.device, launch=True) as world:
         if world.size < 2:
             raise SystemExit("bare_collective: needs at least two ranks")
-        bucket_bytes = make_budget(world, asked.bucket_size).bucket_bytes
+        bucket_bytes = make_budget(world, Wanted(asked.bucket_size)).budget.bucket_bytes
         transport = (
             make_transport("allgather", world) if asked.exchange else AllGather(world.data_group)
         )

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
             "own_read_bytes": read_bytes() - read_before,
             "seconds": round(time.monotonic() - started, 3),
             "discarded_bytes": None if null is None else null.discarded_bytes,
-            "device_budget_bytes": budgets[0].device_bytes if budgets else None,
+            "device_budget_bytes": budgets[0].budget.device_bytes if budgets else None,
             **_device_facts(),
             **(_report_facts(reports[0]) if reports else {"shard_read_bytes": None}),
         }
@@ -94,16 +94,16 @@ def _keep_reports() -> list[Report]:
 
 
 def _keep_budgets() -> list[Any]:
-    from dist_consolidate import consolidation
+    from dist_consolidate import moving
 
     budgets: list[Any] = []
-    make: Any = getattr(consolidation, "make_budget")  # noqa: B009
+    make: Any = getattr(moving, "make_budget")  # noqa: B009
 
     def keep(*arguments: Any, **values: Any) -> Any:
         budgets.append(make(*arguments, **values))
         return budgets[-1]
 
-    setattr(consolidation, "make_budget", keep)  # noqa: B010
+    setattr(moving, "make_budget", keep)  # noqa: B010
     return budgets
 
 

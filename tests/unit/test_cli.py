@@ -70,7 +70,7 @@ def test_every_option():
         *("--max-shard-size", "1GB", "--ties", "drop", "--tie", "a=b", "--tie", "c=d"),
         *("--allow-missing", "x*", "--allow-missing", "y", "--exclude-frozen"),
         *("--transport", "gather", "--writers", "all", "--bucket-size", "8MB"),
-        *("--device", "cpu", "--overwrite"),
+        *("--device-memory", "40%", "--host-memory", "2GB", "--device", "cpu", "--overwrite"),
     )
     assert found == Options(
         tag="global_step5",
@@ -84,6 +84,8 @@ def test_every_option():
         transport="gather",
         writers="all",
         bucket_size="8MB",
+        device_memory="40%",
+        host_memory="2GB",
         device="cpu",
         overwrite=True,
     )
@@ -290,7 +292,9 @@ def test_keys_that_are_lost(capsys, tmp_path):
 
 
 def test_a_dry_run_names_neighbours_that_do_the_same_together():
-    some, less, none = (RankReport(n, 2 * n, 3, 4000) for n in (1000, 500, 0))
+    limits = {"memory_limits": ("2 GB of device memory (x)", "1 GB of host memory (y)")}
+    some, less = (RankReport(n, 2 * n, 3, 4000, **limits) for n in (1000, 500))
+    none = RankReport(0, 0, 3, 4000)
     told = Report(
         output_dir=Path("out"),
         files=("model.safetensors",),
@@ -310,12 +314,13 @@ def test_a_dry_run_names_neighbours_that_do_the_same_together():
         is_dry_run=True,
     )
     each = "3 buckets, holds 4 KB of weights at most"
-    assert _summary(told)[-5:] == [
+    assert _summary(told)[-6:] == [
         "transport direct; nothing was written (--dry-run)",
         f"rank 0: reads 1 KB, writes 2 KB, {each}",
         f"rank 1: reads 500 B, writes 1 KB, {each}",
         f"ranks 2 to 3: each reads 1 KB, writes 2 KB, {each}",
         f"rank 4: reads 0 B, writes 0 B, {each}",
+        "ranks 0 to 3: each can have 2 GB of device memory (x) and 1 GB of host memory (y)",
     ]
 
 

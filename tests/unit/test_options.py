@@ -10,6 +10,7 @@ import pytest
 from dist_consolidate.config_file import load_config
 from dist_consolidate.errors import UsageError
 from dist_consolidate.options import CHOICES, Options, make_options
+from dist_consolidate.units import Amount
 
 
 def refusal(**values: object) -> str:
@@ -46,6 +47,8 @@ def test_defaults():
         "transport": "auto",
         "writers": None,
         "bucket_size": "auto",
+        "device_memory": "auto",
+        "host_memory": "auto",
         "device": "auto",
         "io": "auto",
         "launcher": "auto",
@@ -137,6 +140,17 @@ def test_sizes_that_are_none(name, size):
 @pytest.mark.parametrize("size", [0, "0GB"])
 def test_sizes_of_nothing(name, size):
     assert refusal(**{name: size}).endswith(f": {size!r} is below one byte")
+
+
+@pytest.mark.parametrize("name", ["device_memory", "host_memory"])
+def test_amounts_of_memory(name):
+    flag = "--" + name.replace("_", "-")
+    for value in ("lots", "", "-5%", "5%%", True, None, "%"):
+        text = f"{flag}: {value!r} is neither a size like 5GB nor a part like 40%"
+        assert refusal(**{name: value}) == text
+    for value in ("0%", "101%", "1000%", "0.0%"):
+        assert refusal(**{name: value}) == f"{flag}: {value!r} must be above 0% and at most 100%"
+    assert refusal(**{name: 0}) == f"{flag}: 0 is below one byte"
 
 
 def test_a_bucket_is_of_some_size():
@@ -233,6 +247,8 @@ allow_16bit = true
 transport = "direct"
 writers = 2
 bucket_size = 1000000
+device-memory = "40%"
+host_memory = "2GB"
 device = "cpu"
 io = "buffered"
 launcher = "mpi"
@@ -248,6 +264,10 @@ dry_run = true
     options = make_options(values)
     assert (options.tag, options.format, options.dtype) == ("global_step7", "bin", "keep")
     assert (options.max_shard_bytes, options.bucket_bytes) == (10**9, 10**6)
+    assert (options.device_amount, options.host_amount) == (
+        Amount("40%", None, 0.4),
+        Amount("2GB", 2 * 10**9),
+    )
     assert options.tie_pairs == (("head", "emb"), ("a", "b"))
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
