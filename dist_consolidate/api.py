@@ -40,6 +40,7 @@ def consolidate(
     allow_16bit: bool = False,
     transport: str = "auto",
     writers: str | int | None = None,
+    output_node: str | int | None = None,
     bucket_size: str | int = "auto",
     device: str = "auto",
     io: str = "auto",
@@ -81,6 +82,8 @@ def consolidate(
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
+        output_node: The rank, or the host, on whose node the result is written; by default rank
+            0's. Matters where nodes share no disk.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
         device: ``auto``, ``cpu`` or ``cuda``.
         io: ``auto``, ``buffered`` or ``direct``: whether ``direct`` transport reads and writes
@@ -115,6 +118,7 @@ def consolidate(
             "allow_16bit": allow_16bit,
             "transport": transport,
             "writers": writers,
+            "output_node": output_node,
             "bucket_size": bucket_size,
             "device": device,
             "io": io,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from dist_consolidate.errors import Caught, UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.output.layout import FileLayout
+from dist_consolidate.output_place import OutputPlace, by_rank
 from dist_consolidate.plan.direct import FileMap, Share
 from dist_consolidate.plan.owners import Owned, Owners, deal_out
 from dist_consolidate.planning import Planned, on_rank_0
@@ -35,12 +36,12 @@ class Moving(Protocol):
 
     Attributes:
         transport: Its name.
-        num_writers: Ranks that write: the first ones.
+        writers: Ranks that write, the one that publishes first.
         writes_literals: Whether it writes headers as well, or they must be there before.
     """
 
     transport: str
-    num_writers: int
+    writers: tuple[int, ...]
     writes_literals: bool
 
     def forecast(self) -> tuple[RankReport, ...]:
@@ -55,7 +56,11 @@ class Moving(Protocol):
 
 
 def make_moving(
-    planned: Planned, layouts: Sequence[FileLayout], options: Options, world: World
+    planned: Planned,
+    layouts: Sequence[FileLayout],
+    options: Options,
+    world: World,
+    place: OutputPlace,
 ) -> Moving:
     """Choose how to move.
 
@@ -64,6 +69,7 @@ def make_moving(
         layouts: Byte layout of each output file.
         options: The options.
         world: This rank.
+        place: Which ranks may write.
 
     Returns:
         The way; the same on every rank.
@@ -73,8 +79,8 @@ def make_moving(
     """
     transport = on_rank_0(world.control, lambda: _choose_transport(planned, options, world))
     if transport == "direct":
-        return _Direct(planned, layouts, options, world)
-    return _Exchange(transport, planned, layouts, options, world)
+        return _Direct(planned, layouts, options, world, place)
+    return _Exchange(transport, planned, layouts, options, world, place)
 
 
 def _choose_transport(planned: Planned, options: Options, world: World) -> str:
@@ -82,7 +88,7 @@ def _choose_transport(planned: Planned, options: Options, world: World) -> str:
     if asked == "direct" and not shared:
         raise UsageError(
             "--transport direct: some ranks do not see all shards, so that they cannot read "
-            "what they would write; use gather or allgather"
+            f"what they would write ({planned.nodes.missing_on()}); use gather or allgather"
         )
     if asked != "auto":
         # One rank has nobody to gather from.
@@ -96,16 +102,22 @@ class _Direct:
     transport, writes_literals = "direct", True
 
     def __init__(
-        self, planned: Planned, layouts: Sequence[FileLayout], options: Options, world: World
+        self,
+        planned: Planned,
+        layouts: Sequence[FileLayout],
+        options: Options,
+        world: World,
+        place: OutputPlace,
     ) -> None:
         self._planned, self._options, self._world = planned, options, world
         self._plan = planned.plan
-        self.num_writers = options.num_writers(world.size) or world.size
+        self.writers = place.writers(options.num_writers(world.size) or world.size)
         self._maps = [
             FileMap(layout.num_bytes, layout.blocks, layout.data_offset_bytes) for layout in layouts
         ]
         self._checksums = any(layout.needs_crc for layout in layouts)
-        self._owned = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
+        dealt = deal_out([layout.num_bytes for layout in layouts], len(self.writers))
+        self._owned = by_rank(dealt, self.writers, world.size)
         self._ratio = widest_cast(self._plan)
 
     def _share(self, owned: Sequence[Owned]) -> Share:
@@ -114,8 +126,10 @@ class _Direct:
 
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do (see :class:`Moving`)."""
-        idle = [RankReport(0, 0, 0, 0)] * (self._world.size - self.num_writers)
-        return (*(self._forecast(self._share(owned)) for owned in self._owned), *idle)
+        return tuple(
+            self._forecast(self._share(owned)) if rank in self.writers else RankReport(0, 0, 0, 0)
+            for rank, owned in enumerate(self._owned)
+        )
 
     def _forecast(self, share: Share) -> RankReport:
         threads = min(_num_threads(self._world.local_size), share.num_buckets)
@@ -124,8 +138,7 @@ class _Direct:
 
     def move(self, paths: Sequence[Path]) -> MoveResult:
         """Move all bytes (see :class:`Moving`)."""
-        rank = self._world.rank
-        owned = self._owned[rank] if rank < self.num_writers else []
+        owned = self._owned[self._world.rank]
         work = DirectWork(
             folder=self._planned.folder.folders,
             file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
@@ -156,11 +169,13 @@ class _Exchange:
         layouts: Sequence[FileLayout],
         options: Options,
         world: World,
+        place: OutputPlace,
     ) -> None:
         self.transport, self._planned, self._layouts = transport, planned, layouts
         self._options, self._world, self._plan = options, world, planned.plan
-        self.num_writers = options.num_writers(world.size) or 1
-        self._dealt = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
+        self.writers = place.writers(options.num_writers(world.size) or 1)
+        dealt = deal_out([layout.num_bytes for layout in layouts], len(self.writers))
+        self._dealt = by_rank(dealt, self.writers, world.size)
         self._budget = self._agreed_budget()
 
     def _agreed_budget(self) -> Budget:
@@ -187,7 +202,7 @@ class _Exchange:
         table_bytes = max((p.row_bytes * where.width * size for p, where in pairs), default=0)
         found = []
         for rank in range(size):
-            mine = self._dealt[rank] if rank < self.num_writers else ()
+            mine = self._dealt[rank]
             lengths = (
                 phase.row_bytes * phase.num_buckets * len(w.rows[rank]) for phase, w in pairs
             )
@@ -234,7 +249,7 @@ class _Exchange:
                 )
                 for tensor in self._plan.tensors
             ],
-            num_writers=self.num_writers,
+            writers=self.writers,
             owners=Owners(self._dealt),
             checksums=any(layout.needs_crc for layout in self._layouts),
             visible=self._planned.visible,

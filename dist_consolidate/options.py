@@ -53,6 +53,8 @@ class Options:
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
+        output_node: The rank, or the host, on whose node the result is written; ``None`` for
+            rank 0's.
         bucket_size: What one round moves, all ranks together, or ``auto``.
         device: ``auto``, ``cpu`` or ``cuda``.
         io: ``auto``, ``buffered`` or ``direct`` (past the page cache).
@@ -79,6 +81,7 @@ class Options:
     allow_16bit: bool = False
     transport: str = "auto"
     writers: str | int | None = None
+    output_node: str | int | None = None
     bucket_size: str | int = "auto"
     device: str = "auto"
     io: str = "auto"
@@ -107,6 +110,9 @@ class Options:
         for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")
+        node = self.output_node
+        if node is not None and not (isinstance(node, str | int) and _is_node(node)):
+            raise UsageError(f"--output-node {node!r}: must be a rank or the name of a host")
         if self.format == "safetensors" and self.ties == "alias":
             raise UsageError(
                 "--ties alias: tensors in a safetensors file cannot share bytes; use copy or drop, "
@@ -184,6 +190,13 @@ def _rename_pair(text: str) -> tuple[str, str]:
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageError(f"--rename {text}: is no regular expression: {error}") from error
     return pattern, replacement
+
+
+def _is_node(node: str | int) -> bool:
+    """Whether something may name a node: a number of at most nine digits, or a name."""
+    if isinstance(node, str):
+        return bool(node) and (not node.isdecimal() or (node.isascii() and len(node) < 10))
+    return not isinstance(node, bool) and 0 <= node < 10**9
 
 
 def _flag(name: str) -> str:

@@ -47,7 +47,7 @@ class Work:
         tensors: What the assembler must know, by index in the plan.
         files: Output files, created with their full size.
         places: For each tensor, every place its bytes go to.
-        num_writers: Ranks that write: the first ones.
+        writers: Ranks that write.
         owners: Which of them writes which ranges of the files.
         checksums: Note a CRC-32 of everything that is written.
         visible: For each rank, the shards it sees.
@@ -59,7 +59,7 @@ class Work:
     tensors: Sequence[Moved]
     files: Sequence[Path]
     places: Sequence[Sequence[Place]]
-    num_writers: int
+    writers: Sequence[int]
     owners: Owners
     checksums: bool
     visible: Sequence[frozenset[str]]
@@ -153,13 +153,13 @@ def _undisturbed() -> Iterator[None]:
 class _Mover:
     def __init__(self, work: Work, world: World, transport: Transport, budget: Budget) -> None:
         self.work, self.world, self.transport, self.budget = work, world, transport, budget
-        self.writes = world.rank < work.num_writers
+        self.writes = world.rank in work.writers
         self.lanes = [self._lane(phase) for phase in work.phases]
         self.num_steps = sum(phase.num_buckets for phase in work.phases)
         self.clock = Clock(world.device)
         self.ownership = Ownership(
             work.owners,
-            work.num_writers,
+            work.writers,
             world.rank,
             work.places,
             [moved.output_dtype.itemsize for moved in work.tensors],

@@ -43,6 +43,7 @@ def test_defaults():
         "allow_16bit": False,
         "transport": "auto",
         "writers": None,
+        "output_node": None,
         "bucket_size": "auto",
         "device": "auto",
         "io": "auto",
