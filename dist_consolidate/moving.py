@@ -187,9 +187,9 @@ class _Exchange:
         return budget
 
     def _phases(self) -> list[Phase]:
-        from dist_consolidate.plan.buckets import make_phases
+        from dist_consolidate.plan.scattered import phases_for
 
-        return make_phases(self._plan, self._budget.bucket_bytes, num_ranks=self._world.size)
+        return phases_for(self._plan, self._budget.bucket_bytes, self._planned.visible)
 
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do (see :class:`Moving`)."""

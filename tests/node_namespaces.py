@@ -14,11 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from tests.requirements import require
 from tests.torchrun import ENVIRONMENT, INHERITED, ROOT, Ended, show
@@ -188,9 +186,7 @@ class Running:
         """Start this interpreter on the node."""
         inherited = {k: v for k, v in os.environ.items() if k not in INHERITED}
         self.node = node
-        self._files: list[IO[str]] = [
-            tempfile.TemporaryFile("w+", errors="replace") for _ in range(2)
-        ]
+        self._files = [os.memfd_create(name) for name in ("stdout", "stderr")]
         self._started, self._ended = time.monotonic(), 0.0
         self._process = subprocess.Popen(
             node.inside(sys.executable, *arguments),
@@ -216,10 +212,12 @@ class Running:
         self._ended = self._ended or time.monotonic()
 
     def ended(self) -> Ended:
-        """Give how it ended, once it has."""
+        """Give how it ended, once it has; ask only once."""
+        stdout, stderr = (
+            Path(f"/proc/self/fd/{file}").read_text(errors="replace") for file in self._files
+        )
         for file in self._files:
-            file.seek(0)
-        stdout, stderr = (file.read() for file in self._files)
+            os.close(file)
         return Ended(self._process.returncode, stdout, stderr, self._ended - self._started)
 
 

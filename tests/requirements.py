@@ -1,4 +1,4 @@
-"""What a test needs of its machine: skipped where it is missing, a failure where it must be there."""
+"""What a test needs of its machine: without it the test is skipped, or fails where it must run."""
 
 from __future__ import annotations
 
