@@ -100,7 +100,8 @@ def _tell(error: Exception, launched: Launched) -> None:
     shared = isinstance(error, ConsolidateError) and error.agreed
     # What is wrong with a machine is told once for each of them.
     local = isinstance(error, UsageError) and bool(launched.local_rank)
-    if launched.rank == 0 or not (shared or local):
+    told = isinstance(error, ConsolidateError) and error.told_elsewhere
+    if not told and (launched.rank == 0 or not (shared or local)):
         print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from dist_consolidate.plan.outputs import OutputFile
 from dist_consolidate.plan.plan import Plan, PlannedTensor
 from dist_consolidate.planning import Planned, on_rank, on_rank_0, plan_together
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
+from dist_consolidate.runtime import doorbell
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
 
@@ -44,6 +46,20 @@ _SHAPING = (
 def run_consolidation(
     checkpoint_dir: Path, output_dir: Path | None, options: Options, world: World
 ) -> Report:
+    """Consolidate a checkpoint on all ranks of a world (see :func:`_consolidate`)."""
+    if world.size == 1:
+        return _consolidate(checkpoint_dir, output_dir, options, world, [socket.gethostname()])
+    with doorbell.opened(world.control, world.address) as bell:
+        return _consolidate(checkpoint_dir, output_dir, options, world, bell.hosts)
+
+
+def _consolidate(
+    checkpoint_dir: Path,
+    output_dir: Path | None,
+    options: Options,
+    world: World,
+    hosts: Sequence[str],
+) -> Report:
     """Consolidate a checkpoint on all ranks of a world.
 
     Args:
@@ -51,6 +67,7 @@ def run_consolidation(
         output_dir: Where the result goes; by default ``consolidated/TAG`` in ``checkpoint_dir``.
         options: The options.
         world: This rank.
+        hosts: The host of each rank.
 
     Returns:
         The report, on every rank.
@@ -59,7 +76,7 @@ def run_consolidation(
         ConsolidateError: If anything is wrong; every rank raises and nothing is published.
     """
     clock = [time.monotonic()]
-    place = _find_place(options, world)
+    place = _find_place(options, world, hosts)
     planned = plan_together(checkpoint_dir, options, world.control, place.hosts)
     run = _Run(planned, options, world, place)
     target = output_dir or run.on_publisher(
@@ -83,11 +100,11 @@ def run_consolidation(
     return run.report(publication.output_dir, ranks, notes, clock)
 
 
-def _find_place(options: Options, world: World) -> OutputPlace:
+def _find_place(options: Options, world: World, hosts: Sequence[str]) -> OutputPlace:
     """Settle which rank publishes; of a request that cannot be met, one rank tells."""
     caught = Caught()
     with caught:
-        return find_place(options.output_node, world.control)
+        return find_place(options.output_node, hosts)
     # Every rank found the same; rank 0's words are enough.
     on_rank_0(world.control, caught.raise_if_any)
     raise AssertionError("rank 0 had the error, too")

@@ -17,6 +17,8 @@ class ConsolidateError(Exception):
     exit_code = 1
     # Set where all ranks raise in the same round, so that they can still talk to each other.
     agreed = False
+    # Set where another rank, which found out first, says it.
+    told_elsewhere = False
 
 
 class UsageError(ConsolidateError):
@@ -48,6 +50,15 @@ class RankError(ConsolidateError):
         """Keep the failing rank's exit code beside its message."""
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class LostError(RankError):
+    """Contact with other ranks was lost; ``cause`` is what the process group says of it."""
+
+    def __init__(self, message: str, exit_code: int = 1, cause: str = "") -> None:
+        """Keep the cause beside the message."""
+        super().__init__(message, exit_code)
+        self.cause = cause
 
 
 class Caught:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -62,12 +61,12 @@ class OutputPlace:
         return notes
 
 
-def find_place(output_node: str | int | None, control: Control) -> OutputPlace:
+def find_place(output_node: str | int | None, hosts: Sequence[str]) -> OutputPlace:
     """Settle which rank publishes; the folder is not looked at yet.
 
     Args:
         output_node: A rank or a host's name; ``None`` for rank 0.
-        control: The control plane.
+        hosts: The host of each rank.
 
     Returns:
         The place, as if every rank saw the folder.
@@ -75,10 +74,9 @@ def find_place(output_node: str | int | None, control: Control) -> OutputPlace:
     Raises:
         UsageError: If there is no such rank or host; every rank raises the same.
     """
-    hosts = tuple(control.exchange(socket.gethostname()))
     publisher = 0 if output_node is None else _chosen(str(output_node), hosts)
-    others = (rank for rank in range(control.size) if rank != publisher)
-    return OutputPlace(publisher, hosts, (publisher, *others))
+    others = (rank for rank in range(len(hosts)) if rank != publisher)
+    return OutputPlace(publisher, tuple(hosts), (publisher, *others))
 
 
 def _chosen(text: str, hosts: Sequence[str]) -> int:

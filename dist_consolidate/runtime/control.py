@@ -17,7 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from dist_consolidate.errors import Caught, ConsolidateError, RankError, ResourceError
+from dist_consolidate.errors import (
+    Caught,
+    ConsolidateError,
+    LostError,
+    RankError,
+    ResourceError,
+)
 
 _T = TypeVar("_T")
 
@@ -324,7 +330,7 @@ def exit_code(error: Exception) -> int:
 def _lost(error: Exception) -> RankError:
     line = _first_line(error)
     known = _LOST_WORDS.search(line) is not None
-    return RankError(f"{_LOST} ({line})" if known else f"the ranks cannot talk: {line}")
+    return LostError(f"{_LOST} ({line})" if known else f"the ranks cannot talk: {line}", cause=line)
 
 
 def _first_line(error: Exception) -> str:

@@ -33,6 +33,7 @@ class World:
         local_size: Number of processes on this host, as far as the launcher says.
         data_group: The process group that carries weights.
         data_group_carries_device: Whether it takes the device's memory as it is.
+        address: Where the ranks met, if the launcher said.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class World:
     local_size: int = 1
     data_group: Any = None
     data_group_carries_device: bool = True
+    address: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -182,7 +184,8 @@ def _distributed(device: torch.device, launched: Launched) -> Iterator[World]:
         carries = device.type == "cpu" or _default_group_carries(device)
         data_group = group if device.type == "cpu" or not carries else dist.group.WORLD
         control = Control(rank, size, group)
-        yield World(rank, size, device, control, local_size, data_group, carries)
+        where = launched.address
+        yield World(rank, size, device, control, local_size, data_group, carries, where)
     finally:
         if group is not None:
             dist.destroy_process_group(group)
