@@ -28,6 +28,7 @@ _WORD_SEC = 8.0
 # So long at least, so that two that ring at once hear of each other.
 _PAUSE_SEC = 0.5
 _MAX_WORD_BYTES = 1 << 16
+_LOST = "contact with another rank was lost"
 _NOTHING: str | None = None
 
 
@@ -183,8 +184,8 @@ def _in_words(gone: Sequence[int], hosts: Sequence[str], rank: int, error: LostE
         return f"{error}; the processes of all other ranks are still there"
     if len(gone) == len(hosts) - 1 and len(set(hosts)) > 1 and len(gone) > 1:
         return (
-            f"no other rank answers rank {rank} on {hosts[rank]}: that node lost its network, or "
-            f"all others were killed ({error.cause})"
+            f"{_LOST}: none answers rank {rank} on {hosts[rank]} any more: that node lost its "
+            f"network, or all others were killed ({error.cause})"
         )
     by_host: dict[str, list[int]] = {}
     for other in gone:
@@ -195,7 +196,7 @@ def _in_words(gone: Sequence[int], hosts: Sequence[str], rank: int, error: LostE
     )
     verb = "does not answer any more: it was" if len(gone) == 1 else "do not answer: they were"
     where = "its node or network is" if len(by_host) == 1 else "their nodes or networks are"
-    return f"{named} {verb} killed, or {where} gone ({error.cause})"
+    return f"{_LOST}: {named} {verb} killed, or {where} gone ({error.cause})"
 
 
 class _Visitor:
