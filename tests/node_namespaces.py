@@ -23,6 +23,10 @@ from tests.torchrun import ENVIRONMENT, INHERITED, ROOT, Ended, show
 
 PORT = 29577  # each network namespace has all ports to itself
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount", "hostname")
+_PROBE = (
+    "ip link add bridge0 type bridge; ip link add port0 type veth peer name eth0; "
+    "tc qdisc add dev port0 root tbf rate 1mbit burst 16kb latency 200ms; mount -t tmpfs none /mnt"
+)
 _SUBNET = "10.77.0"
 
 
@@ -31,8 +35,8 @@ def require_namespaces() -> None:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     require("netns", not missing, f"{', '.join(missing)} not installed (iproute2, util-linux)")
     require("netns", os.geteuid() == 0, "namespaces with links between them need root")
-    probe = _try(["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"])
-    require("netns", not probe, f"namespaces cannot be made here: {probe}")
+    probe = _try(["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "sh", "-ec", _PROBE])
+    require("netns", not probe, f"namespaces and links cannot be made here: {probe}")
 
 
 def _try(command: Sequence[str]) -> str:

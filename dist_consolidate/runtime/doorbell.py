@@ -38,7 +38,8 @@ class Door:
 
     Attributes:
         host: Its host's name.
-        addresses: Names and addresses of that host, as it knows them.
+        addresses: Addresses of that host, in digits: nobody asks a name server when the network
+            is gone.
         port: The port of its socket.
     """
 
@@ -148,7 +149,7 @@ class Doorbell:
         for address in door.addresses:
             with contextlib.suppress(OSError, UnicodeError):
                 for family, _, _, _, place in socket.getaddrinfo(
-                    address, door.port, type=socket.SOCK_STREAM
+                    address, door.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
                 ):
                     loopback = str(place[0]).startswith("127.") or place[0] == "::1"
                     if place in seen or (loopback and not near):
@@ -260,9 +261,12 @@ def opened(control: Control, towards: str | None) -> Iterator[Doorbell]:
     """
     with _listener() as listener:
         host = socket.gethostname()
-        addresses = (*_address_towards(towards), host, *([towards] if not control.rank else []))
-        named = tuple(dict.fromkeys(address for address in addresses if address))
-        doors = control.exchange(Door(host, named, listener.getsockname()[1]))
+        addresses = (*_address_towards(towards), *_addresses_of(host))
+        door = Door(host, tuple(dict.fromkeys(addresses)), listener.getsockname()[1])
+        first, *others = control.exchange(door)
+        # Rank 0's host may know itself by a loopback address only.
+        met = (*first.addresses, *_addresses_of(towards))
+        doors = [dataclasses.replace(first, addresses=tuple(dict.fromkeys(met))), *others]
         bell = Doorbell(control, listener, doors)
         bell.agree_on_token(control)
         try:
@@ -282,6 +286,14 @@ def _listener() -> socket.socket:
         listener = socket.create_server(("", 0), backlog=1024)
     listener.setblocking(False)
     return listener
+
+
+def _addresses_of(host: str | None) -> list[str]:
+    """Look a host up."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else []
+        return [str(place[0]) for *_, place in found]
+    return []
 
 
 def _address_towards(host: str | None) -> list[str]:
