@@ -44,7 +44,7 @@ NAMES = ("node-a", "node-b", "node-c")
 TAG = "global_step3"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
-BOUND_SEC = 40.0
+BOUND_SEC = 60.0
 
 
 @dataclasses.dataclass

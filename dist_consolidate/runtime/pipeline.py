@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from dist_consolidate.checkpoint.shards import ShardReader
-from dist_consolidate.errors import Caught
+from dist_consolidate.errors import Caught, LostError
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.plan.owners import Owners
 from dist_consolidate.runtime.assemble import Assembler, Moved, RowOrder
@@ -189,7 +189,11 @@ class _Mover:
             with caught:
                 tools = self._open(stack)
             self.world.control.agree(caught.error)
-            self._run_steps(tools)
+            try:
+                self._run_steps(tools)
+            except LostError:
+                tools.exchange.is_lost = True
+                raise
             writer, assembler = tools.writer, tools.assembler
             return MoveResult(
                 tools.loader.num_bytes_read,
