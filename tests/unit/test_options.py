@@ -226,6 +226,7 @@ hf_config = "model"
 allow_16bit = true
 transport = "direct"
 writers = 2
+output_node = "node-b"
 bucket_size = 1000000
 device = "cpu"
 io = "buffered"
