@@ -42,6 +42,7 @@ def consolidate(
     allow_16bit: bool = False,
     transport: str = "auto",
     writers: str | int | None = None,
+    output_node: str | int | None = None,
     bucket_size: str | int = "auto",
     device_memory: str | int = "auto",
     host_memory: str | int = "auto",
@@ -91,6 +92,8 @@ def consolidate(
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
+        output_node: The rank, or the host, on whose node the result is written; by default rank
+            0's. Matters where nodes share no disk.
         bucket_size: Bytes that one round moves, all ranks together, or ``auto``.
         device_memory: Device memory that each rank may take, in bytes, as text such as ``20GB``, as
             a part of what is free for it such as ``40%``, or ``auto``.
@@ -133,6 +136,7 @@ def consolidate(
             "allow_16bit": allow_16bit,
             "transport": transport,
             "writers": writers,
+            "output_node": output_node,
             "bucket_size": bucket_size,
             "device_memory": device_memory,
             "host_memory": host_memory,

@@ -167,6 +167,11 @@ def _add_moving(group: argparse._ArgumentGroup) -> None:
     )
     add("--writers", metavar="N|all", help="ranks that write (default: 1; with direct: all)")
     add(
+        "--output-node",
+        metavar="RANK|HOST",
+        help="on whose node the result is written: that rank's, or that host's (default: rank 0's)",
+    )
+    add(
         "--bucket-size",
         metavar="SIZE",
         help="what one round moves, all ranks together (default: auto)",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from dist_consolidate._version import __version__
 from dist_consolidate.doing import Doing
-from dist_consolidate.errors import UsageError
-from dist_consolidate.moving import make_moving
+from dist_consolidate.errors import Caught, UsageError
+from dist_consolidate.moving import Moving, make_moving
 from dist_consolidate.options import Options
 from dist_consolidate.output.crc import CrcLedger
 from dist_consolidate.output.index import MANIFEST_NAME, index_file_name, index_json
@@ -23,12 +24,15 @@ from dist_consolidate.output.publish import (
     check_output,
     prepare,
 )
+from dist_consolidate.output_place import OutputPlace, find_place, look_for
 from dist_consolidate.plan.outputs import OutputFile
 from dist_consolidate.plan.plan import Plan, PlannedTensor
-from dist_consolidate.planning import Planned, on_rank_0, plan_together
+from dist_consolidate.planning import Planned, on_rank, on_rank_0, plan_together
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
+
+_T = TypeVar("_T")
 
 # The options that shape the result.
 _SHAPING = (
@@ -56,43 +60,85 @@ def run_consolidation(
         ConsolidateError: If anything is wrong; every rank raises and nothing is published.
     """
     clock = [time.monotonic()]
-    planned = plan_together(checkpoint_dir, options, world.control)
-    target = output_dir or _default_target(checkpoint_dir, planned.folder.tag)
-    run = _Run(planned, options, world)
+    place = _find_place(options, world)
+    planned = plan_together(checkpoint_dir, options, world.control, place.hosts)
+    run = _Run(planned, options, world, place)
+    target = output_dir or run.on_publisher(
+        lambda: _default_target(checkpoint_dir, planned.folder.tag, place)
+    )
+    # Before anything is made: that there is too little memory shows here.
+    run.choose()
     clock.append(time.monotonic())
     if options.dry_run:
         return run.forecast(target, clock)
-    publication = on_rank_0(world.control, lambda: run.prepare(target))
+    publication = run.on_publisher(lambda: run.prepare(target))
     try:
+        run.look(publication)
+        run.create_files(publication)
         result = run.move(publication)
         clock.append(time.monotonic())
         ranks, notes = run.finish(publication, result)
     except BaseException:
-        if world.rank == 0:
+        if world.rank == place.publisher:
             publication.abandon()
         raise
     clock.append(time.monotonic())
     return run.report(publication.output_dir, ranks, notes, clock)
 
 
-def _default_target(checkpoint_dir: Path, tag: str) -> Path:
+def _find_place(options: Options, world: World) -> OutputPlace:
+    """Settle which rank publishes; of a request that cannot be met, one rank tells."""
+    caught = Caught()
+    with caught:
+        return find_place(options.output_node, world.control.hosts)
+    # Every rank found the same; rank 0's words are enough.
+    on_rank_0(world.control, caught.raise_if_any)
+    raise AssertionError("rank 0 had the error, too")
+
+
+def _default_target(checkpoint_dir: Path, tag: str, place: OutputPlace) -> Path:
     """Give ``consolidated/TAG``; a checkpoint must not lead elsewhere by a symbolic link."""
     target = checkpoint_dir / "consolidated" / tag
+    if not checkpoint_dir.is_dir():
+        raise UsageError(
+            f"{checkpoint_dir}: is not there on {place.host} (rank {place.publisher}), where the "
+            "result goes; name the output folder, or choose a node that has it with --output-node"
+        )
     if not target.resolve().is_relative_to(checkpoint_dir.resolve()):
         raise UsageError(f"{target}: lies outside {checkpoint_dir}; name the output folder")
     return target
 
 
 class _Run:
-    def __init__(self, planned: Planned, options: Options, world: World) -> None:
-        self.planned, self.options, self.world = planned, options, world
+    moving: Moving
+
+    def __init__(
+        self, planned: Planned, options: Options, world: World, place: OutputPlace
+    ) -> None:
+        self.planned, self.options, self.world, self.place = planned, options, world, place
         self.plan: Plan = planned.plan
         # On rank 0 alone: a layout is as large as the headers of all files.
         self.layouts: tuple[FileLayout, ...] = on_rank_0(
             world.control,
             lambda: tuple(layout_for(options.format, file) for file in self.plan.files),
         )
-        self.moving = make_moving(planned, self.layouts, options, world)
+
+    def on_publisher(self, action: Callable[[], _T]) -> _T:
+        """Run something on the rank that publishes (see :func:`on_rank`)."""
+        return on_rank(self.world.control, self.place.publisher, action)
+
+    def choose(self) -> None:
+        """Settle how the bytes move, by the ranks that can write."""
+        self.moving = make_moving(self.planned, self.layouts, self.options, self.world, self.place)
+
+    def look(self, publication: Publication) -> None:
+        """Find out which ranks see the work folder, and do without those that do not."""
+        if self.world.size == 1 or self.options.num_writers(self.world.size) == 1:
+            return
+        seen = look_for(self.place, publication.work_dir, self.world.control)
+        if seen != self.place:
+            self.place = seen
+            self.choose()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,22 +162,25 @@ class _Run:
         }
 
     def prepare(self, target: Path) -> Publication:
-        """Make the work folder with all files at their full size (on rank 0)."""
+        """Make the work folder (on the rank that publishes)."""
         total = sum(layout.num_bytes for layout in self.layouts)
         with Doing("looking at", target):
             check_free_space(target, total, overwrite=self.options.overwrite)
         token = f"{self.plan.digest[:8]}-{time.time_ns():x}"
         publication = prepare(target, self.names, token, overwrite=self.options.overwrite)
         self.world.control.clean_up_with(publication.abandon)
-        try:
+        return publication
+
+    def create_files(self, publication: Publication) -> None:
+        """Make all files at their full size."""
+
+        def create() -> None:
             for file, layout in zip(self.plan.files, self.layouts, strict=True):
                 path = publication.create_file(file.name, layout.num_bytes)
                 if not self.moving.writes_literals:
                     _write_blocks(path, layout.blocks)
-        except BaseException:
-            publication.abandon()
-            raise
-        return publication
+
+        self.on_publisher(create)
 
     def move(self, publication: Publication) -> MoveResult:
         """Move all bytes."""
@@ -141,7 +190,7 @@ class _Run:
 
     def _check_output_visible(self, paths: Sequence[Path]) -> None:
         error = None
-        if self.world.rank < self.moving.num_writers and not all(p.is_file() for p in paths):
+        if self.world.rank in self.moving.writers and not all(p.is_file() for p in paths):
             error = UsageError(
                 f"{paths[0].parent}: cannot be seen from here, but this rank was to write into "
                 "it; put the output on a shared file system or use --writers 1"
@@ -156,7 +205,7 @@ class _Run:
         Returns:
             What each rank did, and the notes on the result.
         """
-        results = self.world.control.gather((result, peak_memory_bytes()))
+        results = self.world.control.gather((result, peak_memory_bytes()), self.place.publisher)
 
         def publish() -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
             moved = [item for item, _ in results]
@@ -171,9 +220,12 @@ class _Run:
             for name, files in self._indexes().items():
                 publication.write_file(name, index_json(files))
             publication.publish(self.last)
-            return self._rank_reports(results), notes
+            default = self.world.size if self.moving.transport == "direct" else None
+            wanted = self.options.num_writers(self.world.size) or default
+            told = self.place.notes(wanted, publication.output_dir)
+            return self._rank_reports(results), (*notes, *told)
 
-        return on_rank_0(self.world.control, publish)
+        return self.on_publisher(publish)
 
     def _rank_reports(self, results: Sequence[tuple[MoveResult, int]]) -> tuple[RankReport, ...]:
         return tuple(
@@ -273,7 +325,7 @@ class _Run:
                 check_free_space(target, total, overwrite=self.options.overwrite)
             return check_output(target, self.names, overwrite=self.options.overwrite)
 
-        output_dir = on_rank_0(self.world.control, check)
+        output_dir = self.on_publisher(check)
         ranks = self.moving.forecast()
         report = self.report(output_dir, ranks, self.plan.notes, [*clock, clock[-1], clock[-1]])
         return dataclasses.replace(report, is_dry_run=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from dist_consolidate.errors import UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.output.layout import FileLayout
+from dist_consolidate.output_place import OutputPlace, by_rank
 from dist_consolidate.plan.direct import FileMap, Share
 from dist_consolidate.plan.owners import Owners, deal_out
 from dist_consolidate.planning import Planned, on_rank_0
@@ -39,13 +40,13 @@ class Moving(Protocol):
 
     Attributes:
         transport: Its name.
-        num_writers: Ranks that write: the first ones.
+        writers: Ranks that write, the one that publishes first.
         writes_literals: Whether it writes headers as well, or they must be there before.
         notes: What people should hear of the memory it takes.
     """
 
     transport: str
-    num_writers: int
+    writers: tuple[int, ...]
     writes_literals: bool
     notes: tuple[str, ...]
 
@@ -61,7 +62,11 @@ class Moving(Protocol):
 
 
 def make_moving(
-    planned: Planned, layouts: Sequence[FileLayout], options: Options, world: World
+    planned: Planned,
+    layouts: Sequence[FileLayout],
+    options: Options,
+    world: World,
+    place: OutputPlace,
 ) -> Moving:
     """Choose how to move.
 
@@ -70,6 +75,7 @@ def make_moving(
         layouts: Byte layout of each output file.
         options: The options.
         world: This rank.
+        place: Which ranks may write.
 
     Returns:
         The way; the same on every rank.
@@ -80,8 +86,8 @@ def make_moving(
     """
     transport = on_rank_0(world.control, lambda: _choose_transport(planned, options, world))
     if transport == "direct":
-        return _Direct(planned, layouts, options, world)
-    return _Exchange(transport, planned, layouts, options, world)
+        return _Direct(planned, layouts, options, world, place)
+    return _Exchange(transport, planned, layouts, options, world, place)
 
 
 def _choose_transport(planned: Planned, options: Options, world: World) -> str:
@@ -89,7 +95,7 @@ def _choose_transport(planned: Planned, options: Options, world: World) -> str:
     if asked == "direct" and not shared:
         raise UsageError(
             "--transport direct: some ranks do not see all shards, so that they cannot read "
-            "what they would write; use gather or allgather"
+            f"what they would write ({planned.nodes.missing_on()}); use gather or allgather"
         )
     if asked != "auto":
         return asked
@@ -102,16 +108,22 @@ class _Direct:
     transport, writes_literals = "direct", True
 
     def __init__(
-        self, planned: Planned, layouts: Sequence[FileLayout], options: Options, world: World
+        self,
+        planned: Planned,
+        layouts: Sequence[FileLayout],
+        options: Options,
+        world: World,
+        place: OutputPlace,
     ) -> None:
         self._planned, self._options, self._world = planned, options, world
         self._plan = planned.plan
-        self.num_writers = options.num_writers(world.size) or world.size
+        self.writers = place.writers(options.num_writers(world.size) or world.size)
         self._maps = [
             FileMap(layout.num_bytes, layout.blocks, layout.data_offset_bytes) for layout in layouts
         ]
         self._checksums = any(layout.needs_crc for layout in layouts)
-        self._owned = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
+        dealt = deal_out([layout.num_bytes for layout in layouts], len(self.writers))
+        self._owned = by_rank(dealt, self.writers, world.size)
         self._settled = self._settle()
         self.notes = (*self._settled.notes, *_unused_device_memory(options))
 
@@ -127,8 +139,10 @@ class _Direct:
 
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do (see :class:`Moving`)."""
-        idle = [RankReport(0, 0, 0, 0)] * (self._world.size - self.num_writers)
-        return (*map(self._forecast, range(self.num_writers)), *idle)
+        return tuple(
+            self._forecast(rank) if rank in self.writers else RankReport(0, 0, 0, 0)
+            for rank in range(self._world.size)
+        )
 
     def _forecast(self, rank: int) -> RankReport:
         share, crew = self._share(rank), self._settled.crews[rank]
@@ -144,7 +158,7 @@ class _Direct:
     def move(self, paths: Sequence[Path]) -> MoveResult:
         """Move all bytes (see :class:`Moving`)."""
         rank = self._world.rank
-        if rank >= self.num_writers:
+        if rank not in self.writers:
             share, num_threads = Share(self._plan, self._maps, [], 1), 1
         else:
             share, num_threads = self._share(rank), self._settled.crews[rank].num_threads
@@ -191,11 +205,13 @@ class _Exchange:
         layouts: Sequence[FileLayout],
         options: Options,
         world: World,
+        place: OutputPlace,
     ) -> None:
         self.transport, self._planned, self._layouts = transport, planned, layouts
         self._options, self._world, self._plan = options, world, planned.plan
-        self.num_writers = options.num_writers(world.size) or 1
-        self._dealt = deal_out([layout.num_bytes for layout in layouts], self.num_writers)
+        self.writers = place.writers(options.num_writers(world.size) or 1)
+        dealt = deal_out([layout.num_bytes for layout in layouts], len(self.writers))
+        self._dealt = by_rank(dealt, self.writers, world.size)
         self._cut: tuple[int, list[tuple[Phase, Placement]]] = (0, [])
         self._settled = make_budget(world, _wanted(options), self._table_bytes)
         self._budget = self._settled.budget
@@ -207,11 +223,11 @@ class _Exchange:
         return self._phases_of(self._budget.bucket_bytes)
 
     def _phases_of(self, bucket_bytes: int) -> list[tuple[Phase, Placement]]:
-        from dist_consolidate.plan.buckets import make_phases
+        from dist_consolidate.plan.scattered import phases_for
         from dist_consolidate.runtime.placement import place_rows
 
         if self._cut[0] != bucket_bytes:
-            phases = make_phases(self._plan, bucket_bytes, num_ranks=self._world.size)
+            phases = phases_for(self._plan, bucket_bytes, self._planned.visible)
             placed = [(phase, place_rows(phase, self._planned.visible)) for phase in phases]
             self._cut = bucket_bytes, placed
         return self._cut[1]
@@ -227,7 +243,7 @@ class _Exchange:
         table_bytes = _widest(pairs, size)
         found = []
         for rank in range(size):
-            mine = self._dealt[rank] if rank < self.num_writers else ()
+            mine = self._dealt[rank]
             lengths = (
                 phase.row_bytes * phase.num_buckets * len(w.rows[rank]) for phase, w in pairs
             )
@@ -277,7 +293,7 @@ class _Exchange:
                 )
                 for tensor in self._plan.tensors
             ],
-            num_writers=self.num_writers,
+            writers=self.writers,
             owners=Owners(self._dealt),
             checksums=any(layout.needs_crc for layout in self._layouts),
             visible=self._planned.visible,

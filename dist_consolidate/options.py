@@ -54,6 +54,8 @@ class Options:
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
+        output_node: The rank, or the host, on whose node the result is written; ``None`` for
+            rank 0's.
         bucket_size: What one round moves, all ranks together, or ``auto``.
         device_memory: Device memory that each rank may take: ``20GB``, ``40%`` of what is free for
             it, or ``auto``.
@@ -88,6 +90,7 @@ class Options:
     allow_16bit: bool = False
     transport: str = "auto"
     writers: str | int | None = None
+    output_node: str | int | None = None
     bucket_size: str | int = "auto"
     device_memory: str | int = "auto"
     host_memory: str | int = "auto"
@@ -128,6 +131,9 @@ class Options:
         for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")
+        node = self.output_node
+        if node is not None and not (isinstance(node, str | int) and _is_node(node)):
+            raise UsageError(f"--output-node {node!r}: must be a rank or the name of a host")
         if self.format == "safetensors" and self.ties == "alias":
             raise UsageError(
                 "--ties alias: tensors in a safetensors file cannot share bytes; use copy or drop, "
@@ -226,6 +232,13 @@ def _rename_pair(text: str) -> tuple[str, str]:
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageError(f"--rename {text}: is no regular expression: {error}") from error
     return pattern, replacement
+
+
+def _is_node(node: str | int) -> bool:
+    """Whether something may name a node: a number of at most nine digits, or a name."""
+    if isinstance(node, str):
+        return bool(node) and (not node.isdecimal() or (node.isascii() and len(node) < 10))
+    return not isinstance(node, bool) and 0 <= node < 10**9
 
 
 def _flag(name: str) -> str:

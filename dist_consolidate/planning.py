@@ -1,7 +1,7 @@
-"""Planning over ranks: rank 0 plans, the others read metadata of the shards they see.
+"""Planning over ranks: one plans, the others read metadata of the shards they see.
 
-Only metadata travels here. Rank 0 hands out files to read, in rounds; every rank answers with what
-it found; in the end rank 0 sends the plan, or the error that all ranks then raise.
+Only metadata travels here. That rank hands out files to read, in rounds; every rank answers with
+what it found; in the end it sends the plan, or the error that all ranks then raise.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from dist_consolidate.checkpoint.jobs import Finding, Job, run_job
-from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, find_tag, in_order
+from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.checkpoint.request import Request
-from dist_consolidate.checkpoint.search import shards_in
 from dist_consolidate.checkpoint.tensor_settle import merging_from
-from dist_consolidate.doing import Doing
-from dist_consolidate.errors import Caught, ConsolidateError, RankError
+from dist_consolidate.errors import Caught, CheckpointError, ConsolidateError, RankError
+from dist_consolidate.finding import find_together, settle
+from dist_consolidate.nodes import Nodes, look_together
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
 from dist_consolidate.plan.names import output_names
@@ -34,24 +34,32 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """What rank 0 decided; the same on every rank.
+    """What one rank decided; the same on every rank.
 
     Attributes:
-        folder: The shards.
+        nodes: Who sees which shards.
         facts: Tag, step, stage and releases, for the report and the manifest.
         plan: What is written, and from where.
-        visible: For each rank, the shards it sees.
     """
 
-    folder: TagFolder
+    nodes: Nodes
     facts: dict[str, str | int | None]
     plan: Plan
-    visible: tuple[frozenset[str], ...]
+
+    @property
+    def folder(self) -> TagFolder:
+        """The shards."""
+        return self.nodes.folder
+
+    @property
+    def visible(self) -> tuple[frozenset[str], ...]:
+        """For each rank, the shards it serves."""
+        return self.nodes.visible
 
     @property
     def all_visible(self) -> bool:
         """Whether every rank sees every shard."""
-        return len(set(self.visible)) == 1
+        return self.nodes.all_visible
 
 
 def plan_here(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -84,51 +92,45 @@ def plan_here(checkpoint: Checkpoint, options: Options) -> Plan:
     )
 
 
-def plan_together(checkpoint_dir: Path, options: Options, control: Control) -> Planned:
-    """Read the metadata with all ranks and plan on rank 0.
+def plan_together(
+    checkpoint_dir: Path, options: Options, control: Control, hosts: Sequence[str]
+) -> Planned:
+    """Read the metadata with all ranks and plan on one of them.
 
     Args:
         checkpoint_dir: The folder the user named.
         options: The options.
         control: The control plane.
+        hosts: The host of each rank.
 
     Returns:
         The plan and what it rests on.
 
     Raises:
-        ConsolidateError: On rank 0, what is wrong with the checkpoint or the request.
+        ConsolidateError: On the rank that plans, what is wrong with the checkpoint or the request.
         RankError: The same on all other ranks.
     """
-    found = on_rank_0(control, lambda: _find_tag(checkpoint_dir, options.tag))
+    views = find_together(checkpoint_dir, options.tag, hosts, control)
+    found = on_rank_0(control, lambda: settle(checkpoint_dir, options.tag, views))
     if options.search_dir:
         found = search_together(found, options.search_dir, control)
-    with Doing("listing", found.folders[0]):
-        seen_here = shards_in(found.folders)
-    shards = control.exchange(seen_here)
-    folder = dataclasses.replace(found, shards=_union(shards))
-    # Another node may have saved model states of its own under the same name; the first count.
-    sizes = {shard.name: shard.num_bytes for shard in folder.shards}
-    visible = tuple(
-        frozenset(shard.name for shard in seen if shard.num_bytes == sizes[shard.name])
-        for seen in shards
-    )
-    reading = _SharedReading(control, visible)
-    if control.rank:
-        reading.serve(folder)
+    nodes = look_together(found, hosts, control)
+    reading = _SharedReading(control, nodes)
+    if control.rank != nodes.planner:
+        reading.serve()
 
     def plan() -> Planned:
         try:
-            checkpoint = read_checkpoint(folder, reading.run, _request(options))
+            checkpoint = read_checkpoint(nodes.folder, reading.run, _request(options))
+        except CheckpointError as error:
+            if nodes.all_visible:
+                raise
+            raise type(error)(f"{error}\n{nodes.inventory()}") from error
         finally:
             reading.end()
-        return Planned(folder, _facts(checkpoint), plan_here(checkpoint, options), visible)
+        return Planned(nodes, _facts(checkpoint), plan_here(checkpoint, options))
 
-    return on_rank_0(control, plan)
-
-
-def _find_tag(checkpoint_dir: Path, tag: str | None) -> TagFolder:
-    with Doing("looking into", checkpoint_dir):
-        return find_tag(checkpoint_dir, tag)
+    return on_rank(control, nodes.planner, plan)
 
 
 def _request(options: Options) -> Request:
@@ -143,41 +145,39 @@ def _request(options: Options) -> Request:
 
 
 def on_rank_0(control: Control, action: Callable[[], _T]) -> _T:
-    """Run something on rank 0 and give every rank its result, or its error.
+    """Run something on rank 0 (see :func:`on_rank`)."""
+    return on_rank(control, 0, action)
+
+
+def on_rank(control: Control, rank: int, action: Callable[[], _T]) -> _T:
+    """Run something on one rank and give every rank its result, or its error.
 
     Args:
         control: The control plane.
+        rank: The rank.
         action: What to run; ignored on other ranks.
 
     Returns:
-        Rank 0's result.
+        That rank's result.
 
     Raises:
-        ConsolidateError: Rank 0's own error, on rank 0.
+        ConsolidateError: The rank's own error, on that rank.
         RankError: The same, on other ranks.
     """
     outcome: _T | None = None
     caught = Caught()
-    if control.rank == 0:
+    if control.rank == rank:
         with caught:
             outcome = action()
     error = caught.error
     told = None if error is None else (describe(error), exit_code(error))
-    result, failed = control.broadcast((outcome, told))
+    result, failed = control.broadcast((outcome, told), rank)
     if error is None and failed is None:
         return result  # type: ignore[no-any-return]
     raised = explained(error) if error is not None else RankError(*failed)
     if isinstance(raised, ConsolidateError):
         raised.agreed = True
     raise raised
-
-
-def _union(seen: Sequence[Sequence[ShardFile]]) -> tuple[ShardFile, ...]:
-    by_name: dict[str, ShardFile] = {}
-    for shards in seen:
-        for shard in shards:
-            by_name.setdefault(shard.name, shard)
-    return in_order(by_name.values())
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str | int | None]:
@@ -196,29 +196,38 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str | int | None]:
 class _SharedReading:
     """Reads files on whichever rank sees them, as evenly as that allows."""
 
-    def __init__(self, control: Control, visible: Sequence[frozenset[str]]) -> None:
-        self._control, self._visible = control, visible
+    def __init__(self, control: Control, nodes: Nodes) -> None:
+        self._control, self._nodes, self._visible = control, nodes, nodes.visible
+        self._planner = nodes.planner
 
     def run(self, folder: TagFolder, jobs: Sequence[Job]) -> list[Finding]:
-        """Hand the jobs out, on rank 0 (a :data:`dist_consolidate.checkpoint.reader.Runner`)."""
+        """Hand the jobs out, where is planned (a :data:`~.checkpoint.reader.Runner`)."""
         owners = self._owners(jobs)
         dealt: list[list[Job]] = [[] for _ in self._visible]
         for job, owner in zip(jobs, owners, strict=True):
             dealt[owner].append(job)
-        self._control.broadcast(dealt)
-        answers = self._control.gather([run_job(folder, job) for job in dealt[0]])
+        self._control.broadcast(dealt, self._planner)
+        mine = [run_job(folder, job) for job in dealt[self._planner]]
+        answers = self._control.gather(mine, self._planner)
         streams = [iter(answer) for answer in answers]
-        return [next(streams[owner]) for owner in owners]
+        return [self._placed(next(streams[owner]), owner) for owner in owners]
 
-    def serve(self, folder: TagFolder) -> None:
-        """Do what rank 0 hands out, until it is done."""
-        while (dealt := self._control.broadcast(None)) is not None:
+    def serve(self) -> None:
+        """Do what is handed out, until nothing is left."""
+        folder = self._nodes.folder
+        while (dealt := self._control.broadcast(None, self._planner)) is not None:
             mine = dealt[self._control.rank]
-            self._control.gather([run_job(folder, job) for job in mine])
+            self._control.gather([run_job(folder, job) for job in mine], self._planner)
 
     def end(self) -> None:
         """Tell the other ranks that nothing more will be handed out."""
-        self._control.broadcast(None)
+        self._control.broadcast(None, self._planner)
+
+    def _placed(self, finding: Finding, rank: int) -> Finding:
+        """Add to what is wrong with a file where that file is, if nodes see different ones."""
+        if not isinstance(finding, CheckpointError) or self._nodes.all_visible:
+            return finding
+        return type(finding)(f"{finding} (on {self._nodes.hosts[rank]}, rank {rank})")
 
     def _owners(self, jobs: Sequence[Job]) -> list[int]:
         load = [0] * len(self._visible)

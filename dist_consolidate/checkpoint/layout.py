@@ -235,9 +235,29 @@ def _step(name: str) -> int:
     return int(numbers[-1]) if numbers else -1
 
 
+def tag_order(tag: Path) -> tuple[int, float, str]:
+    """Give what tells newer tags from older ones: the step in the name, or when it was written."""
+    return (_step(tag.name), tag.stat().st_mtime, tag.name)
+
+
 def _newest(tags: Iterable[Path]) -> Path:
     """Pick the highest step in the name; where no name has one, the last one written."""
-    return max(tags, key=lambda tag: (_step(tag.name), tag.stat().st_mtime, tag.name))
+    return max(tags, key=tag_order)
+
+
+def named_by_latest(root: Path) -> str | None:
+    """Give the tag that ``latest`` names, whether or not it is there.
+
+    Args:
+        root: A run folder.
+
+    Returns:
+        The tag; ``None`` where no ``latest`` is, or none that can be read.
+    """
+    try:
+        return _latest(root)
+    except (OSError, ValueError, CheckpointError):
+        return None
 
 
 def _latest(root: Path, name: str = "latest") -> str | None:

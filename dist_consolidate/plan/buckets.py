@@ -235,6 +235,40 @@ def make_phases(plan: Plan, bucket_bytes: int, num_ranks: int) -> list[Phase]:
     Returns:
         Phases in flat order; together their pieces fill every tensor exactly once.
     """
+    phases = lane_phases(plan, bucket_bytes, num_ranks)
+    rows = max((len(group.parts) for group in plan.groups), default=1)
+    share, fragments = _share_bytes(bucket_bytes, rows, num_ranks), Fragments(plan.groups)
+    for in_blocks in (False, True):
+        chosen = [
+            index
+            for index, tensor in enumerate(plan.tensors)
+            if tensor.source.slot is None and bool(tensor.source.blocks) == in_blocks
+        ]
+        if any(plan.tensors[index].source.num_numel for index in chosen):
+            phases.append(space_phase(plan, chosen, fragments, rows, share))
+    return [phase for phase in phases if phase.num_buckets]
+
+
+def space_phase(
+    plan: Plan, tensors: Sequence[int], fragments: Fragments, num_rows: int, row_bytes: int
+) -> SpacePhase:
+    """Make a phase of tensors that lie in no flat group, or in several.
+
+    Args:
+        plan: The plan.
+        tensors: Their indices in it; at least one has an element.
+        fragments: Finds what to read of them.
+        num_rows: Rows of a bucket.
+        row_bytes: What one bucket holds of each row.
+
+    Returns:
+        The phase.
+    """
+    return SpacePhase(_wholes(plan, tensors), fragments, num_rows, row_bytes)
+
+
+def lane_phases(plan: Plan, bucket_bytes: int, num_ranks: int) -> list[Phase]:
+    """Cut the flat groups of a plan into phases (see :func:`make_phases`)."""
     members = _members_by_group(plan)
     lane_sets: dict[tuple[str, ...], list[int]] = {}
     for index in sorted(members):
@@ -248,13 +282,7 @@ def make_phases(plan: Plan, bucket_bytes: int, num_ranks: int) -> list[Phase]:
         )
         for files, chosen in lane_sets.items()
     ]
-    # Where ranks see different shards, what lies in one file must not wait for what lies in many.
-    rows = max((len(group.parts) for group in plan.groups), default=1)
-    share, fragments = _share_bytes(bucket_bytes, rows, num_ranks), Fragments(plan.groups)
-    for in_blocks in (False, True):
-        if wholes := _wholes(plan, in_blocks=in_blocks):
-            phases.append(SpacePhase(wholes, fragments, rows, share))
-    return [phase for phase in phases if phase.num_buckets]
+    return phases
 
 
 def _share_bytes(bucket_bytes: int, num_rows: int, num_ranks: int) -> int:
@@ -274,12 +302,11 @@ def _members_by_group(plan: Plan) -> dict[int, list[_Member]]:
     return members
 
 
-def _wholes(plan: Plan, *, in_blocks: bool) -> list[_Whole]:
+def _wholes(plan: Plan, tensors: Sequence[int]) -> list[_Whole]:
     wholes, base = [], 0
-    for index, tensor in enumerate(plan.tensors):
-        source, numel = tensor.source, tensor.source.num_numel
-        if source.slot is None and numel and bool(source.blocks) == in_blocks:
-            length = numel * source.dtype.itemsize_bytes
+    for index in tensors:
+        source = plan.tensors[index].source
+        if length := source.num_numel * source.dtype.itemsize_bytes:
             wholes.append(_Whole(base, length, source, index))
             base += _aligned(length)
     return wholes

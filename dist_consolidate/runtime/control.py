@@ -43,7 +43,7 @@ class Control:
     Attributes:
         rank: This process.
         size: Number of processes.
-        hosts: Each rank's host, where there are several ranks.
+        hosts: Each rank's host.
         watch: Who ends this process where the main thread cannot; ``None`` in somebody else's.
     """
 
@@ -59,9 +59,7 @@ class Control:
         """Wrap a CPU process group (gloo); ``None`` where there is one rank only."""
         self.rank, self.size, self.watch = rank, size, watch
         self._group, self._timeout_sec = group, timeout_sec
-        self.hosts: list[str] = []
-        if size > 1:
-            self.hosts = self.exchange(socket.gethostname())
+        self.hosts: list[str] = self.exchange(socket.gethostname())
         self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
         self._lag = 0
 
@@ -88,14 +86,15 @@ class Control:
             raise self._lost(error) from error
         return values
 
-    def broadcast(self, value: Any) -> Any:  # noqa: ANN401 - anything picklable
-        """Give rank 0's value to every rank.
+    def broadcast(self, value: Any, source: int = 0) -> Any:  # noqa: ANN401 - anything picklable
+        """Give one rank's value to every rank.
 
         Args:
-            value: Anything that can be pickled; only rank 0's counts.
+            value: Anything that can be pickled; only that rank's counts.
+            source: The rank.
 
         Returns:
-            Rank 0's value.
+            That rank's value.
 
         Raises:
             RankError: If another rank is gone.
@@ -106,7 +105,7 @@ class Control:
 
         values = [value]
         try:
-            dist.broadcast_object_list(values, src=0, group=self._group)
+            dist.broadcast_object_list(values, src=source, group=self._group)
         except RuntimeError as error:
             raise self._lost(error) from error
         return values[0]
@@ -116,14 +115,15 @@ class Control:
         with contextlib.suppress(RankError):
             self.exchange(None)
 
-    def gather(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything picklable
-        """Give every rank's value to rank 0.
+    def gather(self, value: Any, target: int = 0) -> list[Any]:  # noqa: ANN401 - anything picklable
+        """Give every rank's value to one rank.
 
         Args:
             value: Anything that can be pickled.
+            target: The rank that gets them.
 
         Returns:
-            On rank 0 the values in rank order; elsewhere nothing.
+            On that rank the values in rank order; elsewhere nothing.
 
         Raises:
             RankError: If another rank is gone.
@@ -132,9 +132,9 @@ class Control:
             return [value]
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.size if self.rank == 0 else []
+        values: list[Any] = [None] * self.size if self.rank == target else []
         try:
-            dist.gather_object(value, values or None, dst=0, group=self._group)
+            dist.gather_object(value, values or None, dst=target, group=self._group)
         except RuntimeError as error:
             raise self._lost(error) from error
         return values

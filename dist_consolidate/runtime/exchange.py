@@ -15,6 +15,8 @@ from dist_consolidate.runtime.placement import Placement
 from dist_consolidate.runtime.transport import Transport
 
 _DRAIN_TIMEOUT = datetime.timedelta(minutes=1)
+# Where a rank is gone, what it was to send never comes.
+_LOST_TIMEOUT = datetime.timedelta(seconds=1)
 
 
 class Exchange:
@@ -22,6 +24,9 @@ class Exchange:
 
     On the CPU they run in the process group's own threads. On an accelerator they are put on a
     stream of their own, behind the copies that brought the rows, and only streams wait.
+
+    Attributes:
+        is_lost: Set where contact with another rank is lost.
     """
 
     def __init__(self, transport: Transport, device: torch.device, clock: Clock) -> None:
@@ -35,6 +40,7 @@ class Exchange:
         self._transport, self._device, self._clock = transport, device, clock
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._works: dict[Table, list[Any]] = {}
+        self.is_lost = False
 
     def start(
         self,
@@ -80,5 +86,5 @@ class Exchange:
         for works in self._works.values():
             for work in works:
                 with contextlib.suppress(RuntimeError):
-                    work.wait(_DRAIN_TIMEOUT)
+                    work.wait(_LOST_TIMEOUT if self.is_lost else _DRAIN_TIMEOUT)
         self._works.clear()

@@ -39,7 +39,7 @@ class Ownership:
     def __init__(
         self,
         owners: Owners,
-        num_writers: int,
+        writers: Sequence[int],
         rank: int,
         places: Sequence[Sequence[Place]],
         widths_bytes: Sequence[int],
@@ -47,15 +47,15 @@ class Ownership:
         """Remember who writes what.
 
         Args:
-            owners: The ranges of the files by writer.
-            num_writers: Ranks that write.
+            owners: The ranges of the files by rank.
+            writers: Ranks that write.
             rank: This rank.
             places: For each tensor of the plan, every place its bytes go to.
             widths_bytes: For each tensor, the width of an output element.
         """
         self._owners, self._rank, self._places = owners, rank, places
         self._widths_bytes = widths_bytes
-        self._sole = (0,) if num_writers == 1 else None
+        self._sole = tuple(writers) if len(writers) == 1 else None
 
     def writers(self, pieces: Iterator[Piece]) -> tuple[int, ...]:
         """Name the ranks that write something of a bucket.

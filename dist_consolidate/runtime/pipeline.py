@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from dist_consolidate.checkpoint.shards import ShardReader
-from dist_consolidate.errors import Caught
+from dist_consolidate.errors import Caught, LostError
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.plan.owners import Owners
 from dist_consolidate.runtime.assemble import Assembler, Moved, RowOrder
@@ -48,7 +48,7 @@ class Work:
         tensors: What the assembler must know, by index in the plan.
         files: Output files, created with their full size.
         places: For each tensor, every place its bytes go to.
-        num_writers: Ranks that write: the first ones.
+        writers: Ranks that write.
         owners: Which of them writes which ranges of the files.
         checksums: Note a CRC-32 of everything that is written.
         visible: For each rank, the shards it sees.
@@ -60,7 +60,7 @@ class Work:
     tensors: Sequence[Moved]
     files: Sequence[Path]
     places: Sequence[Sequence[Place]]
-    num_writers: int
+    writers: Sequence[int]
     owners: Owners
     checksums: bool
     visible: Sequence[frozenset[str]]
@@ -163,13 +163,13 @@ def _kept_near(world: World) -> contextlib.AbstractContextManager[None]:
 class _Mover:
     def __init__(self, work: Work, world: World, transport: Transport, budget: Budget) -> None:
         self.work, self.world, self.transport, self.budget = work, world, transport, budget
-        self.writes = world.rank < work.num_writers
+        self.writes = world.rank in work.writers
         self.lanes = [self._lane(phase) for phase in work.phases]
         self.num_steps = sum(phase.num_buckets for phase in work.phases)
         self.clock = Clock(world.device)
         self.ownership = Ownership(
             work.owners,
-            work.num_writers,
+            work.writers,
             world.rank,
             work.places,
             [moved.output_dtype.itemsize for moved in work.tensors],
@@ -201,7 +201,11 @@ class _Mover:
             with caught:
                 tools = self._open(stack)
             self.world.control.agree(caught.error)
-            self._run_steps(tools)
+            try:
+                self._run_steps(tools)
+            except LostError:
+                tools.exchange.is_lost = True
+                raise
             writer, assembler = tools.writer, tools.assembler
             return MoveResult(
                 tools.loader.num_bytes_read,

@@ -46,6 +46,7 @@ def test_defaults():
         "allow_16bit": False,
         "transport": "auto",
         "writers": None,
+        "output_node": None,
         "bucket_size": "auto",
         "device_memory": "auto",
         "host_memory": "auto",
@@ -246,6 +247,7 @@ hf_config = "model"
 allow_16bit = true
 transport = "direct"
 writers = 2
+output_node = "node-b"
 bucket_size = 1000000
 device-memory = "40%"
 host_memory = "2GB"

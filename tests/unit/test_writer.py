@@ -44,7 +44,7 @@ def make_writer(
     writer = Writer(
         files,
         PLACES,
-        ownership=Ownership(Owners(dealt), len(dealt), rank, PLACES, [1]),
+        ownership=Ownership(Owners(dealt), range(len(dealt)), rank, PLACES, [1]),
         checksums=True,
         num_threads=num_threads,
         device=CPU,
@@ -114,7 +114,7 @@ def test_a_bucket_concerns_whoever_owns_a_place_of_it():
                   step_numel=96)  # fmt: skip
     across = dataclasses.replace(piece, num_rows=2)
     for rank, concerned in enumerate((True, False, True)):
-        ownership = Ownership(owners, 3, rank, PLACES, [1])
+        ownership = Ownership(owners, range(3), rank, PLACES, [1])
         assert ownership.writers(iter([piece])) == (0, 2)
         assert ownership.writers(iter([across])) == (0, 1, 2)
         assert ownership.concerns(piece) == concerned
