@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_consolidate import cli, consolidate
+from dist_consolidate import consolidate
 from dist_consolidate.errors import ConsolidateError
 from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 from tests.node_namespaces import (
@@ -32,7 +32,6 @@ from tests.node_namespaces import (
 )
 from tests.special import State, edit
 from tests.synthetic import Param, Spec, write
-from tests.test_failures import shorten_timeouts
 from tests.test_swapped import swapped_out
 from tests.test_visibility import BUFFERS, PARAMS
 from tests.torchrun import messages, show
@@ -407,8 +406,8 @@ def test_a_lost_node_ends_all_others(how: str, disks: Disks, cluster: list[Node]
     homes = {"node-a": (0,), "node-b": (1,), "node-c": (2,)}
     put_locally(disks, "run", Spec(stage=3, world=3, params=params), homes)
     cluster[2].slow_down("1mbit")
-    arguments = [disks.at / "run", disks.at / "out/x", "--bucket-size", "48KB"]
-    running = start_steps(cluster, 1, ["-m", MODULE, "impatient", *arguments])
+    arguments = [disks.at / "run", disks.at / "out/x", "--bucket-size", "48KB", "--timeout", "4s"]
+    running = start_steps(cluster, 1, ["-m", "dist_consolidate", *arguments])
     deadline = time.monotonic() + 60
     work = disks.of("node-a") / "out"
     while not (work.is_dir() and list(work.glob(".x.consolidating-*/*.safetensors"))):
@@ -440,14 +439,11 @@ def main(arguments: Sequence[str]) -> int:
     """Do what a test asks for.
 
     Args:
-        arguments: ``jobs`` and this node's disk, or ``impatient`` and a command line.
+        arguments: ``jobs`` and this node's disk.
 
     Returns:
         The exit code.
     """
-    if arguments[0] == "impatient":
-        shorten_timeouts()
-        return cli.main(arguments[1:])
     disk = Path(arguments[1])
     dist.init_process_group("gloo")
     jobs = [Job(**values) for values in json.loads((disk / "jobs.json").read_text())]
