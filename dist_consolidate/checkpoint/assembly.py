@@ -12,6 +12,7 @@ from dist_consolidate.checkpoint import (
     expert_fused,
     expert_groups,
     expert_masters,
+    renamed,
     sixteen_bit,
     stage0,
     swapped,
@@ -83,6 +84,11 @@ class Assembly:
         more_groups, frozen = self._frozen(len(groups))
         self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
         all_groups = (*groups, *more_groups)
+        ties = self.model.shared_params or {}
+        if self.stage in (1, 2) and self.experts is None and not self.model.zenflow:
+            known = renamed.follow(self.folder.folders, self.model, all_groups, partitions, frozen)
+            partitions, frozen, ties = known.partitions, known.frozen, known.ties(ties)
+            self.notes += known.notes
         # ZenFlow's masters may lag the weights; what it needs is compared in `testimony`.
         if self.stage in (1, 2) and not self.model.zenflow:
             self._hear_witness(groups, partitions)
@@ -98,7 +104,7 @@ class Assembly:
             frozen=frozen,
             module=self._module(partitions),
             saves_frozen=self.model.frozen_shapes is not None,
-            recorded_ties=self.model.shared_params or {},
+            recorded_ties=ties,
             confirmed_ties=self._confirmed_ties(all_groups, {**frozen, **partitions}),
             odd_entries=self.model.odd_entries,
             file_bytes={shard.name: shard.num_bytes for shard in self.folder.shards},
