@@ -4,22 +4,29 @@ A model whose ``state_dict`` renames keys (a hook, an override that takes a pref
 one parameter into several keys, is saved with the new names in ``module`` and the parameters' own
 in ``param_shapes``: the first are taken from ``module_state_dict``, the second from
 ``named_parameters`` (source: DeepSpeed's ``engine.py``). In stages 1 and 2 ``module`` holds views
-of each group's 16-bit twin, so that a view's offset says which master it was rounded from.
+of each group's 16-bit twin, so that a view's offset says which master it was rounded from; where
+``state_dict`` copies its tensors, equal values say so, if they single one master out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.model import FlatGroup, Source, own_source
+from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 from dist_consolidate.checkpoint.witness import compare
+from dist_consolidate.dtypes import BY_NAME
+from dist_consolidate.errors import CheckpointError
 
 # A storage record: the file, and the record's key in it.
 _Storage = tuple[str, str]
+# Shape, element type and digest of a tensor.
+_Print = tuple[tuple[int, ...], str, bytes]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +64,9 @@ class Renamed:
             The same; a source that was split stays what it was.
         """
         whole = {old: new[0] for old, new in self.names.items() if len(new) == 1}
-        return {alias: whole.get(source, source) for alias, source in recorded.items()}
+        sources = {alias: whole.get(source, source) for alias, source in recorded.items()}
+        # An alias that kept its name while its source did not is the source now.
+        return {alias: source for alias, source in sources.items() if alias != source}
 
 
 def follow(
@@ -136,7 +145,45 @@ class _Finder:
                 if len(inside) == len(self._open_in(group)) and self._agrees(inside, entries):
                     fits.append(inside)
             found |= fits[0] if len(fits) == 1 else {}
-        return found
+        return found | self._by_value(found)
+
+    def _by_value(self, found: Mapping[str, Mapping[str, Source]]) -> dict[str, dict[str, Source]]:
+        """Pair what is left over where a key is a copy that one master alone rounds to."""
+        taken = {key for pieces in found.values() for key in pieces}
+        prints = Fingerprints(self.folder, self.groups)
+        copies: dict[_Print, list[str]] = {}
+        masters: dict[_Print, list[str]] = {}
+        with contextlib.suppress(CheckpointError):  # a shard that is not seen here
+            for key, entry in self._copies(taken).items():
+                shape, dtype = entry.ref.shape, entry.span.dtype
+                digest = prints.of(own_source(entry.span), dtype)
+                copies.setdefault((shape, dtype.name, digest), []).append(key)
+            kinds = {(shape, dtype) for shape, dtype, _ in copies}
+            for name, source in self.open.items():
+                for shape, dtype in kinds if name not in found else ():
+                    if shape == source.shape:
+                        digest = prints.of(source, BY_NAME[dtype])
+                        masters.setdefault((shape, dtype, digest), []).append(name)
+        prints.close()
+        return {
+            names[0]: {copies[kind][0]: self.open[names[0]]}
+            for kind, names in masters.items()
+            if len(names) == 1 and len(copies.get(kind, ())) == 1
+        }
+
+    def _copies(self, taken: set[str]) -> dict[str, ModuleEntry]:
+        """Give the keys that look into no group's twin, one of each tensor."""
+        anchored = self._anchored()
+        views: dict[tuple[object, ...], str] = {}
+        for storage, entries in self.by_storage.items():
+            for key, entry in entries.items() if storage not in anchored else ():
+                views.setdefault((storage, entry.ref.offset_numel, entry.ref.shape), key)
+        return {
+            key: entry
+            for entries in self.by_storage.values()
+            for key, entry in entries.items()
+            if key in views.values() and key not in taken
+        }
 
     def _anchored(self) -> dict[_Storage, int | None]:
         """Tell which storage is which group's twin, by the parameters that kept their names."""

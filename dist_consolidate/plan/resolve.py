@@ -132,7 +132,7 @@ class _Resolver:
             self.sources[name] = key.source
             lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
         self._note_lower(ckpt, lower)
-        reasons = dict.fromkeys(missing, _why_missing(ckpt))
+        reasons = dict.fromkeys(missing, _why_missing(ckpt, unlisted))
         for name, kind in ckpt.odd_entries.items():
             if kind.startswith(ODD_TENSOR) and name not in self.sources:
                 reasons[name] = f"a {kind}, which is not read"
@@ -167,11 +167,18 @@ class _Resolver:
             )
 
 
-def _why_missing(ckpt: Checkpoint) -> str:
+def _why_missing(ckpt: Checkpoint, unlisted: Sequence[str]) -> str:
     if ckpt.stage != 3:
         return "a buffer of a pipeline's tied module of which no stage saved a layer file"
     if ckpt.stage == 3 and not ckpt.saves_frozen:
         return "ZeRO-3 of this release saved no frozen values, or they were excluded when saving"
+    if unlisted:
+        return (
+            f"{len(unlisted)} parameters are stored under names that `module` has not, the first "
+            f"is {unlisted[0]!r}: if the model's state_dict renames keys, these may be them, and "
+            "are written under the stored names; parameters in no param group are in no file of "
+            "ZeRO-3"
+        )
     return "in no param group when saved: ZeRO-3 keeps such values in no file"
 
 
