@@ -162,8 +162,10 @@ class Assembly:
             return {}  # a pipeline's: its layer files are needed to find them
         else:
             found = stage0.masters(self.folder.folders, self.model, self.problems, self.notes)
-        module = self.model.module or {}
-        wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
+        module, buffers = self.model.module or {}, self.model.buffer_names or frozenset()
+        weights = [e.span for n, e in module.items() if n not in buffers and e.span.num_numel]
+        # Buffers stay fp32 in 16-bit training.
+        wide = any(span.dtype.name == "float32" for span in weights)
         if not (found or self.model.optimizer or wide):
             self.notes.append("no fp32 masters were saved; the 16-bit weights are all there is")
         return found

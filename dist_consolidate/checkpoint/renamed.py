@@ -158,12 +158,12 @@ class _Finder:
                 shape, dtype = entry.ref.shape, entry.span.dtype
                 digest = prints.of(own_source(entry.span), dtype)
                 copies.setdefault((shape, dtype.name, digest), []).append(key)
-            kinds = {(shape, dtype) for shape, dtype, _ in copies}
+            kinds = {(kind[0], kind[1]) for kind in copies}
             for name, source in self.open.items():
-                for shape, dtype in kinds if name not in found else ():
+                for shape, width in kinds if name not in found else ():
                     if shape == source.shape:
-                        digest = prints.of(source, BY_NAME[dtype])
-                        masters.setdefault((shape, dtype, digest), []).append(name)
+                        digest = prints.of(source, BY_NAME[width])
+                        masters.setdefault((shape, width, digest), []).append(name)
         prints.close()
         return {
             names[0]: {copies[kind][0]: self.open[names[0]]}
