@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.model import FlatGroup, Source, own_source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
@@ -119,9 +120,9 @@ class _Finder:
     ) -> None:
         self.folder, self.groups, self.partitions = folder, groups, partitions
         module, buffers = model.module or {}, model.buffer_names or frozenset()
-        flat = {n: s for n, s in partitions.items() if s.slot is not None and s.num_numel}
-        self.known = {n: module[n] for n in flat if n in module}
-        self.open = {n: s for n, s in flat.items() if n not in module}
+        held = {n: s for n, s in partitions.items() if s.num_numel and not s.blocks}
+        self.known = {n: module[n] for n in held if n in module}
+        self.open = {n: s for n, s in held.items() if n not in module}
         self.by_storage: dict[_Storage, dict[str, ModuleEntry]] = {}
         for key, entry in module.items():
             is_open = key not in partitions and key not in buffers and entry.ref.dtype.is_floating
@@ -155,6 +156,8 @@ class _Finder:
         masters: dict[_Print, list[str]] = {}
         with contextlib.suppress(CheckpointError):  # a shard that is not seen here
             for key, entry in self._copies(taken).items():
+                if not _is_telling(entry.span, prints):
+                    continue
                 shape, dtype = entry.ref.shape, entry.span.dtype
                 digest = prints.of(own_source(entry.span), dtype)
                 copies.setdefault((shape, dtype.name, digest), []).append(key)
@@ -172,18 +175,12 @@ class _Finder:
         }
 
     def _copies(self, taken: set[str]) -> dict[str, ModuleEntry]:
-        """Give the keys that look into no group's twin, one of each tensor."""
-        anchored = self._anchored()
-        views: dict[tuple[object, ...], str] = {}
+        """Give the keys that are still without a master, one of each tensor."""
+        views: dict[tuple[object, ...], tuple[str, ModuleEntry]] = {}
         for storage, entries in self.by_storage.items():
-            for key, entry in entries.items() if storage not in anchored else ():
-                views.setdefault((storage, entry.ref.offset_numel, entry.ref.shape), key)
-        return {
-            key: entry
-            for entries in self.by_storage.values()
-            for key, entry in entries.items()
-            if key in views.values() and key not in taken
-        }
+            for key, entry in entries.items() if taken.isdisjoint(entries) else ():
+                views.setdefault((storage, entry.ref.offset_numel, entry.ref.shape), (key, entry))
+        return dict(views.values())
 
     def _anchored(self) -> dict[_Storage, int | None]:
         """Tell which storage is which group's twin, by the parameters that kept their names."""
@@ -226,6 +223,16 @@ class _Finder:
         own = {key: own_source(entries[key].span) for key in masters}
         testimony = compare(self.folder, self.groups, masters, own)
         return bool(testimony.num_compared) and not testimony.differing
+
+
+def _is_telling(span: TensorSpan, prints: Fingerprints) -> bool:
+    """Whether values testify: all zeros, or all ones, may be another parameter's as well."""
+    numel, width = span.num_numel - 1, span.dtype.itemsize_bytes
+    if not numel:
+        return False
+    head = dataclasses.replace(span, shape=(numel,), stride=(1,))
+    tail = dataclasses.replace(head, offset_bytes=span.offset_bytes + width)
+    return prints.of(own_source(head), span.dtype) != prints.of(own_source(tail), span.dtype)
 
 
 def _storage(entry: ModuleEntry) -> _Storage:

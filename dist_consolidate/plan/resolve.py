@@ -131,18 +131,21 @@ class _Resolver:
                 continue
             self.sources[name] = key.source
             lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
-        self._note_lower(ckpt, lower)
+        self._note_lower(ckpt, lower, bool(unlisted))
         reasons = dict.fromkeys(missing, _why_missing(ckpt, unlisted))
         for name, kind in ckpt.odd_entries.items():
             if kind.startswith(ODD_TENSOR) and name not in self.sources:
                 reasons[name] = f"a {kind}, which is not read"
         self._judge_missing(ckpt, reasons, allow_missing)
 
-    def _note_lower(self, ckpt: Checkpoint, lower: int) -> None:
+    def _note_lower(self, ckpt: Checkpoint, lower: int, renamed: bool) -> None:
         if lower and ckpt.stage:
+            why = "frozen, or never given to the optimizer"
+            if renamed:
+                why = "frozen, never given to the optimizer, or stored under a name of those"
             self.notes.append(
-                f"{lower} parameters have no fp32 master (frozen, or never given to the "
-                "optimizer); their 16-bit values come from `module`"
+                f"{lower} parameters have no fp32 master ({why}); their 16-bit values come from "
+                "`module`"
             )
 
     def _judge_missing(
