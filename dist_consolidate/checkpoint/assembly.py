@@ -13,6 +13,7 @@ from dist_consolidate.checkpoint import (
     expert_groups,
     expert_masters,
     rank_files,
+    renamed,
     sixteen_bit,
     stage0,
     swapped,
@@ -84,6 +85,11 @@ class Assembly:
         more_groups, frozen = self._frozen(len(groups))
         self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
         all_groups = (*groups, *more_groups)
+        ties = self.model.shared_params or {}
+        if self.stage in (1, 2) and self.experts is None and not self.model.zenflow:
+            known = renamed.follow(self.folder.folders, self.model, all_groups, partitions, frozen)
+            partitions, frozen, ties = known.partitions, known.frozen, known.ties(ties)
+            self.notes += known.notes
         # ZenFlow's masters may lag the weights; what it needs is compared in `testimony`.
         if self.stage in (1, 2) and not self.model.zenflow:
             self._hear_witness(groups, partitions)
@@ -99,7 +105,7 @@ class Assembly:
             frozen=frozen,
             module=self._module(partitions),
             saves_frozen=self.model.frozen_shapes is not None,
-            recorded_ties=self.model.shared_params or {},
+            recorded_ties=ties,
             confirmed_ties=self._confirmed_ties(all_groups, {**frozen, **partitions}),
             odd_entries=self.model.odd_entries,
             file_bytes={shard.name: shard.num_bytes for shard in self.folder.shards},
@@ -166,8 +172,10 @@ class Assembly:
             return {}  # a pipeline's: its layer files are needed to find them
         else:
             found = stage0.masters(self.folder.folders, self.model, self.problems, self.notes)
-        module = self.model.module or {}
-        wide = any(e.span.dtype.name == "float32" for e in module.values() if e.span.num_numel)
+        module, buffers = self.model.module or {}, self.model.buffer_names or frozenset()
+        weights = [e.span for n, e in module.items() if n not in buffers and e.span.num_numel]
+        # Buffers stay fp32 in 16-bit training.
+        wide = any(span.dtype.name == "float32" for span in weights)
         if not (found or self.model.optimizer or wide):
             self.notes.append("no fp32 masters were saved; the 16-bit weights are all there is")
         return found

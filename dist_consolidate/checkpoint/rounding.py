@@ -62,7 +62,10 @@ class Fingerprints:
                 self._reader.fill(memoryview(data), _part(read, start, count, width))
                 rounded = torch.frombuffer(data, dtype=ours).to(theirs)
                 if ours != theirs:  # what a NaN is rounded to depends on the device
-                    rounded[rounded.isnan()] = float("nan")
+                    # By bytes: torch fills no float8 tensor under a mask.
+                    nan = torch.full((1,), float("nan"), dtype=torch.float32).to(theirs)
+                    bits = rounded.view(torch.uint8).view(count, -1)
+                    bits[rounded.isnan()] = nan.view(torch.uint8)
                 size = count * rounded.element_size()
                 state.update(ctypes.string_at(rounded.data_ptr(), size))
         return state.digest()

@@ -330,7 +330,10 @@ class _Unpickler(pickle.Unpickler):
             self._foreign[key] = _foreign_class(full_name)
         return self._foreign[key]
 
-    def persistent_load(self, pid: Any) -> StorageRef | Inert:  # noqa: ANN401
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ANN401
+        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
+            # Before 1.6 torch stored the class of an nn.Module so, with its source text.
+            return pid[1]
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("an object is stored outside the file")
         _, kind, key, location, num_numel = pid[:5]

@@ -132,19 +132,21 @@ class _Resolver:
                 continue
             self.sources[name] = key.source
             lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
-        self._note_lower(ckpt, lower)
-        reasons = {name: _why_missing(ckpt, name) for name in missing}
+        self._note_lower(ckpt, lower, bool(unlisted))
+        reasons = {name: _why_missing(ckpt, name, unlisted) for name in missing}
         for name, kind in ckpt.odd_entries.items():
             if kind.startswith(ODD_TENSOR) and name not in self.sources:
                 reasons[name] = f"a {kind}, which is not read"
         self._judge_missing(ckpt, reasons, allow_missing)
 
-    def _note_lower(self, ckpt: Checkpoint, lower: int) -> None:
+    def _note_lower(self, ckpt: Checkpoint, lower: int, renamed: bool) -> None:
         if lower and ckpt.stage:
+            why = "frozen, or never given to the optimizer"
+            if renamed:
+                why = "frozen, never given to the optimizer, or stored under a name of those"
             self.notes.append(
                 f"{counted(lower, 'parameter has', 'parameters have')} "
-                "no fp32 master (frozen, or never given to the "
-                "optimizer); their 16-bit values come from `module`"
+                f"no fp32 master ({why}); their 16-bit values come from `module`"
             )
 
     def _judge_missing(
@@ -169,13 +171,20 @@ class _Resolver:
             )
 
 
-def _why_missing(ckpt: Checkpoint, name: str) -> str:
+def _why_missing(ckpt: Checkpoint, name: str, unlisted: Sequence[str]) -> str:
     if ckpt.stage != 3 and ckpt.pipeline_stages > 1 and ckpt.module[name].is_buffer:
         return "a buffer of a pipeline's tied module of which no stage saved a layer file"
     if ckpt.stage != 3:
         return "neither the optimizer states nor `module` hold values of it"
     if ckpt.stage == 3 and not ckpt.saves_frozen:
         return "ZeRO-3 of this release saved no frozen values, or they were excluded when saving"
+    if unlisted:
+        return (
+            f"{len(unlisted)} parameters are stored under names that `module` has not, the first "
+            f"is {unlisted[0]!r}: if the model's state_dict renames keys, these may be them, and "
+            "are written under the stored names; parameters in no param group are in no file of "
+            "ZeRO-3"
+        )
     return "in no param group when saved: ZeRO-3 keeps such values in no file"
 
 

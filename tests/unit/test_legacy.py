@@ -53,6 +53,17 @@ def test_bytes_of_every_tensor(tmp_path: Path) -> None:
         assert tensor_bytes(path, archive, archive.tree[name]) == bits(tensor).numpy().tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
+def test_modules_beside_the_tensors(tmp_path: Path) -> None:
+    """Something that a user saved with the states: a layer, and the class of one."""
+    value = {**tree(), "layer": torch.nn.Linear(2, 3), "kind": torch.nn.Linear}
+    archive = Archive(save(value, tmp_path / "x.pt"))
+    assert list(archive.tree) == list(value)
+    for name, tensor in tree().items():
+        got = tensor_bytes(tmp_path / "x.pt", archive, archive.tree[name])
+        assert got == bits(tensor).numpy().tobytes()
+
+
 @pytest.mark.parametrize("case", ["not_zip_z2_w2", "not_zip_z3_w2"])
 def test_files_of_a_real_release(case: str) -> None:
     """Also that the files of these cases are what they are kept for."""
