@@ -200,15 +200,15 @@ def prepare(place: str, strikes: Callable[..., None]) -> None:
 
         sys.addaudithook(hook)
     elif place == "meeting":
-        import torch.distributed as dist
+        from dist_consolidate.runtime import rendezvous
 
-        real = dist.init_process_group
+        real = rendezvous.meet
 
-        def meet(*arguments: Any, **options: Any) -> None:
+        def meet(*arguments: Any, **options: Any) -> Any:
             strikes()
-            real(*arguments, **options)
+            return real(*arguments, **options)
 
-        dist.init_process_group = meet
+        rendezvous.meet = meet
     else:
         name = {
             "moving": "preadv", "writing": "pwrite", "syncing": "fsync", "publishing": "rename"
