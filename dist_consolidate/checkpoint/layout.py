@@ -351,8 +351,8 @@ def _nothing_found(root: Path, entries: dict[str, Path]) -> str:
     if _is_universal(root):
         raise UnsupportedLayoutError(
             f"{root}: is a universal checkpoint (ds_to_universal) without the copied model states "
-            "(mp_rank_00_model_states.pt, ...), which name the model's tensors; pass the ZeRO checkpoint it was "
-            "made from"
+            "(mp_rank_00_model_states.pt, ...), which name the model's tensors; pass the ZeRO "
+            "checkpoint it was made from"
         )
     runs = sorted(n for n, p in entries.items() if p.is_dir() and (p / "latest").is_file())
     if runs:
