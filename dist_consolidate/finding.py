@@ -19,8 +19,8 @@ from dist_consolidate.checkpoint.layout import (
 )
 from dist_consolidate.doing import Doing
 from dist_consolidate.errors import CheckpointError, listing
-from dist_consolidate.output_place import ranks_text
 from dist_consolidate.runtime.control import Control
+from dist_consolidate.units import ranks_text
 
 _ITSELF = "the folder itself"
 _BY_LATEST = "named by `latest`"

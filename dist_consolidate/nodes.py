@@ -24,8 +24,8 @@ from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, in_order
 from dist_consolidate.checkpoint.search import shards_in
 from dist_consolidate.doing import Doing
 from dist_consolidate.errors import Caught, Problems
-from dist_consolidate.output_place import numbers_text, ranks_text
 from dist_consolidate.runtime.control import Control
+from dist_consolidate.units import numbers_text, ranks_text
 
 # What tells a file from its copies: size, time of the last change, inode.
 Mark = tuple[int, int, int]

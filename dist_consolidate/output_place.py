@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from dist_consolidate.errors import UsageError
 from dist_consolidate.runtime.control import Control
+from dist_consolidate.units import ranks_text
 
 _T = TypeVar("_T")
 
@@ -144,30 +145,3 @@ def by_rank(dealt: Sequence[list[_T]], writers: Sequence[int], size: int) -> lis
     for rank, mine in zip(writers, dealt, strict=True):
         found[rank] = mine
     return found
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Name ranks: ``rank 3``, or ``ranks 0, 1, 4 to 7``.
-
-    Args:
-        ranks: In order.
-    """
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_text(ranks)}"
-
-
-def numbers_text(numbers: Sequence[int]) -> str:
-    """Name numbers, long runs of them by their ends: ``0, 1, 4 to 7``.
-
-    Args:
-        numbers: In order.
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts: list[str] = []
-    for run in runs:
-        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    return ", ".join(texts)

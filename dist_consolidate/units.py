@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection, Iterable
 
 _FACTORS = {
     "": 1,
@@ -26,6 +27,7 @@ _FACTORS = {
     "TIB": 2**40,
 }
 _MAX_DIGITS = 30
+_MAX_RUNS = 8
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SECONDS = {
     **dict.fromkeys(("ms",), 0.001),
@@ -167,3 +169,27 @@ def counted(count: int, one: str, many: str) -> str:
 def plural(count: int, noun: str) -> str:
     """Write a count with its noun: ``1 file``, ``3 files``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Write numbers for people: ``0, 1, 4 to 7``; of more than eight runs the first ones.
+
+    Args:
+        numbers: Any numbers, in any order.
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts: list[str] = []
+    for run in runs[:_MAX_RUNS]:
+        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    left = sum(map(len, runs[_MAX_RUNS:]))
+    return ", ".join(texts) + (f" and {left} more" if left else "")
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """Name ranks: ``rank 3``, ``ranks 0, 1, 4 to 7``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_text(ranks)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from dist_consolidate.runtime.interfaces import GLOO, NCCL
 from dist_consolidate.runtime.launched import Launched
@@ -37,16 +37,3 @@ def advice(text: str, launched: Launched, environ: Mapping[str, str] = os.enviro
         "do some start much later than others? give --rendezvous-timeout more time",
     ]
     return "\n".join([text, *(f"  - {hint}" for hint in hints)])
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ranks for people: ``rank 3``, ``ranks 0 to 3, 8``, long lists cut short."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = [f"{a}" if a == b else f"{a} {'to' if b - a > 1 else 'and'} {b}" for a, b in spans]
-    more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts[:8])}{more}"

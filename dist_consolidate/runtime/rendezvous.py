@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dist_consolidate.errors import Caught, RendezvousError
-from dist_consolidate.runtime.hints import advice, ranks_text
+from dist_consolidate.runtime.hints import advice
 from dist_consolidate.runtime.interfaces import interface_problem
 from dist_consolidate.runtime.launched import Launched
 from dist_consolidate.runtime.voice import Voice
-from dist_consolidate.units import format_duration
+from dist_consolidate.units import format_duration, ranks_text
 
 _T = TypeVar("_T")
 

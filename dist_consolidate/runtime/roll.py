@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from dist_consolidate.units import format_duration
+from dist_consolidate.units import format_duration, numbers_text
 
 # What dies together is named together: the ranks of a node.
 _SETTLE_SEC = 0.2
+_MAX_HOSTS = 8
 KILLED = (
     "ended without a word: it was killed (by hand, or because memory ran out), or it crashed; the "
     "system log of its host may tell"
@@ -51,14 +52,15 @@ def named_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     Returns:
         The words.
     """
-    by_host: dict[str, list[str]] = {}
+    by_host: dict[str, list[int]] = {}
     for rank in ranks:
-        by_host.setdefault(hosts[rank] if hosts else "", []).append(str(rank))
+        by_host.setdefault(hosts[rank] if hosts else "", []).append(rank)
     parts = [
-        ", ".join(numbers) + (f" (on {host})" if host else "") for host, numbers in by_host.items()
+        numbers_text(mine) + (f" (on {host})" if host else "") for host, mine in by_host.items()
     ]
-    several = len(parts) > 1 or any(len(numbers) > 1 for numbers in by_host.values())
-    return f"{'ranks' if several else 'rank'} {' and '.join(parts)}"
+    several = sum(map(len, by_host.values())) > 1
+    more = f" and {len(parts) - _MAX_HOSTS} more hosts" if len(parts) > _MAX_HOSTS else ""
+    return f"{'ranks' if several else 'rank'} {' and '.join(parts[:_MAX_HOSTS])}{more}"
 
 
 def silent_text(timeout_sec: float, last: str) -> str:

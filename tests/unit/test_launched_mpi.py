@@ -12,7 +12,6 @@ import pytest
 
 from dist_consolidate import cli
 from dist_consolidate.errors import UsageError
-from dist_consolidate.runtime.hints import ranks_text
 from dist_consolidate.runtime.interfaces import address_for, interface_address, interface_problem
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.voice import Voice
@@ -149,19 +148,6 @@ def test_the_address_for_others() -> None:
     assert address_for([], both) == "127.0.0.1"
     # An address that others cannot use is none; nor does a name that nobody knows lead anywhere.
     assert address_for(["127.0.0.1", "no.invalid"], {}) == socket.gethostname()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1], "ranks 0 and 1"),
-        ([2, 0, 1, 5], "ranks 0 to 2, 5"),
-        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
-    ],
-)
-def test_ranks_for_people(ranks: list[int], text: str) -> None:
-    assert ranks_text(ranks) == text
 
 
 SPEAKER = """

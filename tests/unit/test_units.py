@@ -13,6 +13,7 @@ from dist_consolidate.units import (
     parse_duration,
     parse_size,
     plural,
+    ranks_text,
 )
 
 
@@ -136,3 +137,16 @@ def test_durations_that_are_none(text):
 )
 def test_durations_for_people(seconds, text):
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0, 1"),
+        ([2, 0, 1, 5], "ranks 0 to 2, 5"),
+        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+    ],
+)
+def test_ranks_for_people(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text
