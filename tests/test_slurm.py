@@ -81,7 +81,8 @@ def test_a_step_of_one_task_is_a_plain_process(cluster: Cluster, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("layout", "transport"),
-    [(("-n2", "-N1"), "gather"), (("-n4", "-N2"), "allgather")],
+    # Under PMI as well, whose variables could be taken for mpirun's.
+    [(("-n2", "-N1", "--mpi=pmi2"), "gather"), (("-n4", "-N2"), "allgather")],
 )
 def test_a_step_of_many_tasks(
     layout: Sequence[str], transport: str, cluster: Cluster, truth: Truth, tmp_path: Path
