@@ -14,13 +14,14 @@ from dist_consolidate.options import CHOICES, INCLUDES, Options
 
 _DESCRIPTION = """\
 Consolidate the ZeRO shards of a DeepSpeed run into safetensors or .bin files with every key of
-the model. Start one process, or one per GPU with torchrun:
+the model. Start one process, or one per GPU with torchrun, srun or mpirun:
 
     torchrun --nproc_per_node=4 -m dist_consolidate CKPT_DIR [OUTPUT_DIR]
+    srun --ntasks-per-node=4 --gpus-per-task=1 python -m dist_consolidate CKPT_DIR [OUTPUT_DIR]
 """
 _EPILOG = """\
 exit codes: 0 done, 2 usage, 3 checkpoint incomplete or unreadable, 4 not enough disk or memory,
-1 anything else
+130 and 143 stopped by SIGINT and SIGTERM, 1 anything else
 """
 
 
