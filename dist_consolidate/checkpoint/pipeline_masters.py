@@ -98,6 +98,8 @@ class _Matching:
             print_ = values.of(0, own_source(place.entry.span), span.dtype)
             self.alike.setdefault((span.shape, span.dtype.name, print_), []).append(index)
         self.settled: dict[int, tuple[int, TensorSpan]] = {}
+        # Stages whose masters of a tensor are the same bits: any of them may own its layer.
+        self.equal: dict[int, dict[int, TensorSpan]] = {}
 
     def sources(self) -> list[dict[str, Source]]:
         found = [
@@ -112,9 +114,20 @@ class _Matching:
             self._settle_by_order(unclear, found)
         self._note_rest(unclear)
         named: list[dict[str, Source]] = [{} for _ in self.models]
+        owners = self._owners()
         for index, (stage, span) in sorted(self.settled.items()):
-            named[stage][self.places[index].name] = _source(span)
+            equal, owner = self.equal.get(index, {}), owners[self.places[index].layer]
+            of, held = (owner, equal[owner]) if owner in equal else (stage, span)
+            named[of][self.places[index].name] = _source(held)
         return named
+
+    def _owners(self) -> dict[int, int]:
+        """Give, for each layer, the lowest stage that has masters of all its tensors."""
+        able: dict[int, set[int]] = {}
+        for index, (stage, _) in self.settled.items():
+            stages = {stage, *self.equal.get(index, ())}
+            able.setdefault(self.places[index].layer, stages).intersection_update(stages)
+        return {layer: min(stages, default=0) for layer, stages in able.items()}
 
     def _masters(self, stage: int, model: ModelState) -> Iterator[Master]:
         for group, spans in enumerate(model.optimizer or ()):
@@ -192,6 +205,8 @@ class _Matching:
             stage, first = members[0]
             if self._is_settled(places, [master for _, master in members]):
                 self.settled |= dict.fromkeys(places, (stage, first.span))
+                equal = {of: master.span for of, master in reversed(members)}
+                self.equal |= dict.fromkeys(places, equal)
             elif len(places) == 1 and len({of for of, _ in members}) == len(members):
                 self.settled[places[0]] = (stage, first.span)
                 listed = " and ".join(str(of) for of, _ in members)

@@ -23,6 +23,7 @@ from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 from dist_consolidate.dtypes import DType
 from dist_consolidate.errors import Problems
+from dist_consolidate.units import counted
 
 # So many masters of a group must be certain, and in the model's order, for that order to count.
 _MIN_CERTAIN = 2
@@ -73,14 +74,19 @@ class _Matching:
     def sources(self) -> dict[str, Source]:
         alike = self._places_by_print()
         found = list(self._masters(alike))
-        for index, master in enumerate(found):
-            if not master.places:
+        lost = [(index, master) for index, master in enumerate(found) if not master.places]
+        free = set(range(len(self.names))) - {place for m in found for place in m.places}
+        absent = [master for _, master in lost if not self._may_be(master, free)]
+        self._note_absent(absent)
+        for index, master in lost:
+            if master not in absent:
                 self.problems.add(
                     f"{self.model.shard.name}: fp32 master {index} of shape "
                     f"{list(master.span.shape)} rounds to no tensor of `module`; the file was "
                     "changed or its layout is unknown. Masters of stage 0 have no names, so that "
                     "--trust-masters cannot help: nothing but values tells whose they are"
                 )
+        found = [master for master in found if master.places]
         doubtful = sum(len(master.places) > 1 for master in found)
         _settle_equal(found, self.prints)
         still = sum(len(master.places) > 1 for master in found)
@@ -93,6 +99,20 @@ class _Matching:
                 "apart by their order in the param group"
             )
         return self._named(found)
+
+    def _may_be(self, master: Master, free: Iterable[int]) -> bool:
+        """Whether keys without a master are enough for a parameter, whole or in pieces."""
+        sizes = [self.entries[place].span.num_numel for place in free]
+        return sum(size for size in sizes if size <= master.span.num_numel) >= master.span.num_numel
+
+    def _note_absent(self, absent: Sequence[Master]) -> None:
+        if absent:
+            self.notes.append(
+                f"{counted(len(absent), 'fp32 master is', 'fp32 masters are')} of parameters that "
+                f"`module` does not list, the first of shape {list(absent[0].span.shape)}, as if "
+                "they had been frozen after training and left out when saving "
+                "(exclude_frozen_parameters); they have no names and are not written"
+            )
 
     def _places_by_print(self) -> dict[tuple[object, ...], list[int]]:
         alike: dict[tuple[object, ...], list[int]] = {}
@@ -109,8 +129,12 @@ class _Matching:
                 yield from self._cut(group, spans[0])
                 continue
             for span in spans:
-                if span.num_numel:
-                    yield Master(span, group, self._places(span, alike))
+                places = self._places(span, alike)
+                if places:
+                    yield Master(span, group, places)
+                elif span.num_numel:
+                    # Its parameter may be split into keys, which are views of its storage.
+                    yield from self._cut(group, span)
 
     def _places(self, span: TensorSpan, alike: dict[tuple[object, ...], list[int]]) -> list[int]:
         places: list[int] = []
@@ -122,7 +146,7 @@ class _Matching:
         return self.prints.of(own_source(span), dtype)
 
     def _cut(self, group: int, flat: TensorSpan) -> list[Master]:
-        """Cut a flat master where the views of its 16-bit twin begin and end."""
+        """Cut a master where the views of its 16-bit twin begin and end."""
         views: dict[str, list[int]] = {}
         for place, entry in enumerate(self.entries):
             views.setdefault(entry.ref.storage.key, []).append(place)
