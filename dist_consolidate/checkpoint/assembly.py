@@ -196,7 +196,7 @@ class Assembly:
             elif isinstance(finding, ExpertOptimState):
                 states[shard.dp_rank or 0] = finding
         return expert_masters.masters(
-            self.folder, self.model, experts, states, self.problems, self.notes
+            self.folder, self.model, experts, states, self.problems, self.notes, self.value_ties
         )
 
     def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:

@@ -27,6 +27,8 @@ from dist_consolidate.units import counted
 
 # So many masters of a group must be certain, and in the model's order, for that order to count.
 _MIN_CERTAIN = 2
+# Fewer elements than these may be equal by chance.
+_MIN_TELLING = 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +41,11 @@ class Master:
 
 
 def masters(
-    folder: Path | Sequence[Path], model: ModelState, problems: Problems, notes: list[str]
+    folder: Path | Sequence[Path],
+    model: ModelState,
+    problems: Problems,
+    notes: list[str],
+    copies: dict[str, str] | None = None,
 ) -> dict[str, Source]:
     """Find the key of ``module`` for every fp32 master.
 
@@ -48,6 +54,8 @@ def masters(
         model: The model states.
         problems: Takes masters that fit no key.
         notes: Takes the keys whose master cannot be told.
+        copies: Of a file whose tied tensors were copied: takes keys that are another's second
+            name, by their values, with that key.
 
     Returns:
         Sources by name, in the model's order; empty where ``module`` itself is the most precise
@@ -57,16 +65,21 @@ def masters(
         return {}
     prints = Fingerprints(folder)
     try:
-        return _Matching(model, prints, problems, notes).sources()
+        return _Matching(model, prints, problems, notes, copies).sources()
     finally:
         prints.close()
 
 
 class _Matching:
     def __init__(
-        self, model: ModelState, prints: Fingerprints, problems: Problems, notes: list[str]
+        self,
+        model: ModelState,
+        prints: Fingerprints,
+        problems: Problems,
+        notes: list[str],
+        copies: dict[str, str] | None = None,
     ) -> None:
-        self.model, self.prints = model, prints
+        self.model, self.prints, self.copies = model, prints, copies
         self.problems, self.notes = problems, notes
         self.names, self.entries = trainable(model)
         self.dtypes = {entry.span.dtype.name: entry.span.dtype for entry in self.entries}.values()
@@ -89,6 +102,7 @@ class _Matching:
         found = [master for master in found if master.places]
         doubtful = sum(len(master.places) > 1 for master in found)
         _settle_equal(found, self.prints)
+        self._settle_copies(found)
         still = sum(len(master.places) > 1 for master in found)
         for group in {master.group for master in found}:
             narrow([master for master in found if master.group == group])
@@ -99,6 +113,34 @@ class _Matching:
                 "apart by their order in the param group"
             )
         return self._named(found)
+
+    def _settle_copies(self, found: Iterable[Master]) -> None:
+        """Settle masters that fit more keys than there are masters: tied keys, saved as copies."""
+        if self.copies is None:
+            return
+        alike: dict[tuple[int, ...], list[Master]] = {}
+        for master in found:
+            if len(master.places) > 1:
+                alike.setdefault(tuple(master.places), []).append(master)
+        for places, same in alike.items():
+            exact = {self.prints.of(own_source(m.span), m.span.dtype) for m in same}
+            if len(exact) > 1 or len(same) > len(places) or not self._is_telling(same[0].span):
+                continue
+            for master, place in zip(same, places, strict=False):
+                master.places = [place]
+            rest = places[len(same) :]
+            self.copies |= {self.names[place]: self.names[places[0]] for place in rest}
+
+    def _is_telling(self, span: TensorSpan) -> bool:
+        """Whether no two parameters have these values by chance: all ones, for instance."""
+        half = span.num_numel // 2
+        if span.num_numel < _MIN_TELLING or not span.is_contiguous:
+            return False
+        first = dataclasses.replace(span, shape=(half,), stride=(1,))
+        end_bytes = (span.num_numel - half) * span.dtype.itemsize_bytes
+        last = dataclasses.replace(first, offset_bytes=span.offset_bytes + end_bytes)
+        prints = {self.prints.of(own_source(part), part.dtype) for part in (first, last)}
+        return len(prints) > 1
 
     def _may_be(self, master: Master, free: Iterable[int]) -> bool:
         """Whether keys without a master are enough for a parameter, whole or in pieces."""
