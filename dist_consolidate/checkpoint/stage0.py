@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from dist_consolidate.checkpoint.experts import may_be_tied
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.model import Source, own_source
 from dist_consolidate.checkpoint.rounding import Fingerprints
@@ -124,7 +125,10 @@ class _Matching:
                 alike.setdefault(tuple(master.places), []).append(master)
         for places, same in alike.items():
             exact = {self.prints.of(own_source(m.span), m.span.dtype) for m in same}
-            if len(exact) > 1 or len(same) > len(places) or not self._is_telling(same[0].span):
+            names = [self.names[place] for place in places]
+            if len(exact) > 1 or not self._is_telling(same[0].span):
+                continue
+            if len(same) > len(places) or not all(may_be_tied(names[0], n) for n in names):
                 continue
             for master, place in zip(same, places, strict=False):
                 master.places = [place]
