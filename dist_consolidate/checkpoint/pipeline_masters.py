@@ -24,6 +24,12 @@ from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, TensorsS
 from dist_consolidate.errors import Problems
 from dist_consolidate.units import counted
 
+# A layer that a stage uses through `forward_fn` has no file there.
+_UNTIED = (
+    "; or it is a part of a tied layer that is not tied itself, on a stage that uses the layer "
+    "through a function only: such a stage's values are in no layer file"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
@@ -136,7 +142,7 @@ class _Matching:
                 self.problems.add(
                     f"{model.shard.name}: fp32 group {group} of {spans[0].num_numel} elements "
                     "cannot be cut into tensors of the layer files; one of them is missing or of "
-                    "another save"
+                    f"another save{_UNTIED}"
                 )
             for number, span in enumerate(cut or ()):
                 places = self._fitting(span)
@@ -144,7 +150,7 @@ class _Matching:
                     self.problems.add(
                         f"{model.shard.name}: fp32 master {number} of group {group}, of shape "
                         f"{list(span.shape)}, rounds to no tensor of any layer file; the file of "
-                        "its layer is missing or of another save"
+                        f"its layer is missing or of another save{_UNTIED}"
                     )
                 if places:
                     yield Master(span, group, places)
@@ -266,10 +272,9 @@ class _Matching:
         rest = [i for i in range(len(self.places)) if i not in self.settled and i not in left]
         if rest:
             self.notes.append(
-                f"{counted(len(rest), 'parameter has', 'parameters have')} "
-                "no fp32 master (frozen, or never given to the "
-                f"optimizer), the first is {self.places[rest[0]].name}; their 16-bit values were "
-                "taken"
+                f"{counted(len(rest), 'tensor has', 'tensors have')} no fp32 master (frozen, "
+                "never given to the optimizer, or a buffer of a tied layer), the first is "
+                f"{self.places[rest[0]].name}; the layer files' values were taken"
             )
 
 
