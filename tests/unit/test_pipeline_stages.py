@@ -325,7 +325,7 @@ def test_a_layer_file_of_other_values_is_no_tied_module(copy, tmp_path):
     report = consolidate(folder, tmp_path / "out")
     want = {**CASES[Z1].truth["fp32"], "0.weight": other.float()}
     assert_same_bits(load_output(tmp_path / "out"), want)
-    assert any("1 tensor has no fp32 master" in note for note in report.notes)
+    assert any("1 parameter has no fp32 master" in note for note in report.notes)
 
 
 def test_values_that_are_all_alike_testify_to_nothing(copy, tmp_path):
