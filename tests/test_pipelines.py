@@ -37,6 +37,7 @@ WORLDS = {
         "shared:1:bf16:2",
         "frozen:1:fp32:2:nofrozen",
         "biased:1:bf16:2",
+        "biased:0:fp16:2",
     ],
     3: ["tied:1:bf16:3", "repeated:1:fp32:3", "plain:1:bf16:1", "tied:1:bf16:1"],
     4: [

@@ -32,6 +32,8 @@ TWO_RANKS = [
     "ep2:0:fp32",
     "ep2:0:bf16",
     "frozen:0:bf16",
+    "residual:0:bf16",
+    "tied:0:bf16",
 ]
 FOUR_RANKS = [
     "ep1:1:bf16",

@@ -81,6 +81,10 @@ class Assembly:
             CheckpointError: If the states contradict each other.
             UnsupportedLayoutError: If they are of a kind that is not read.
         """
+        if self.model.is_nested:
+            self.notes.append(
+                "`module` is nested; each entry is written under its path, the parts joined by dots"
+            )
         groups, partitions = self._partitions()
         more_groups, frozen = self._frozen(len(groups))
         self.problems.raise_if_any(f"{self.folder.path}: the recorded layout does not fit the data")
@@ -88,6 +92,10 @@ class Assembly:
         ties = self.model.shared_params or {}
         if self.stage in (1, 2) and self.experts is None and not self.model.zenflow:
             known = renamed.follow(self.folder.folders, self.model, all_groups, partitions, frozen)
+            partitions, frozen, ties = known.partitions, known.frozen, known.ties(ties)
+            self.notes += known.notes
+        elif self.stage == 3 and self.model.is_nested:
+            known = renamed.under_prefix(self.model, partitions, frozen)
             partitions, frozen, ties = known.partitions, known.frozen, known.ties(ties)
             self.notes += known.notes
         # ZenFlow's masters may lag the weights; what it needs is compared in `testimony`.
@@ -196,7 +204,7 @@ class Assembly:
             elif isinstance(finding, ExpertOptimState):
                 states[shard.dp_rank or 0] = finding
         return expert_masters.masters(
-            self.folder, self.model, experts, states, self.problems, self.notes
+            self.folder, self.model, experts, states, self.problems, self.notes, self.value_ties
         )
 
     def _frozen(self, first_group: int) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:

@@ -85,7 +85,7 @@ def build(
             _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
         _note_rest(chosen, experts, notes)
         alike = comparison.alike(chosen)
-    _note_alike(alike, notes)
+    note_alike(alike, notes)
     return dataclasses.replace(chosen, alike=alike)
 
 
@@ -258,7 +258,13 @@ def _note_compared(
     notes.append(text)
 
 
-def _note_alike(alike: Mapping[str, str], notes: list[str]) -> None:
+def note_alike(alike: Mapping[str, str], notes: list[str]) -> None:
+    """Say which tensors were taken to be others by their values.
+
+    Args:
+        alike: The name with the master, by the name without one.
+        notes: Takes it.
+    """
     for name, holder in alike.items():
         notes.append(
             f"{name} was taken to be {holder}, though no tie is recorded and it was saved as a "

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dist_consolidate.checkpoint import stage0
 from dist_consolidate.checkpoint.expert_fused import apart
+from dist_consolidate.checkpoint.expert_groups import note_alike
 from dist_consolidate.checkpoint.expert_states import group_sizes
 from dist_consolidate.checkpoint.experts import Experts, parse
 from dist_consolidate.checkpoint.extents import TensorSpan
@@ -72,6 +73,7 @@ def masters(
     states: Mapping[int, ExpertOptimState],
     problems: Problems,
     notes: list[str],
+    copies: dict[str, str],
 ) -> dict[str, Source]:
     """Find the tensor of every fp32 master.
 
@@ -82,6 +84,7 @@ def masters(
         states: The optimizer states by expert-parallel rank.
         problems: Takes missing files, and masters that fit no tensor.
         notes: Takes the tensors whose master cannot be told.
+        copies: Takes tensors that are others' second names, by their values, with the others'.
 
     Returns:
         Sources by name; empty where the saved weights are the most precise copy.
@@ -102,10 +105,13 @@ def masters(
             )
             continue
         part = _part(model, experts, state, rank, sizes, is_first=not found)
-        for name, source in stage0.masters(folder.folders, part, problems, notes).items():
+        told: dict[str, str] = {}
+        for name, source in stage0.masters(folder.folders, part, problems, notes, told).items():
             found.setdefault(name, source)
+        copies |= told
+    note_alike(copies, notes)
     if found:
-        _note_rest(experts, found, notes)
+        _note_rest(experts, found.keys() | copies, notes)
     return found
 
 
@@ -183,7 +189,7 @@ def _held(model: ModelState, experts: Experts, rank: int, sizes: Collection[int]
     return held
 
 
-def _note_rest(experts: Experts, found: Mapping[str, Source], notes: list[str]) -> None:
+def _note_rest(experts: Experts, found: Collection[str], notes: list[str]) -> None:
     rest = [
         name
         for name, entry in experts.entries.items()

@@ -3,8 +3,11 @@
 Since 0.19.3 the model states of a model with experts hold ``param_shapes``, as those of other
 models do; releases 0.5 keep them in the optimizer states. In between (0.7.4 to 0.19.2) only
 ``param_slice_mappings`` names the parameters: which elements of each rank's part are whose. The
-shapes are then those of ``module`` and the expert files. The mappings are known to be wrong under
-``round_robin_gradients``, so that values must confirm them (see :mod:`.expert_values`).
+shapes are then those of ``module`` and the expert files. Under ``round_robin_gradients`` the
+mappings are as they would be without it; parameters lie in the order in which they were dealt out
+to the ranks. Values must confirm the result (see :mod:`.expert_values`).
+
+Source: DeepSpeed's ``stage_1_and_2.py`` (``_round_robin_reorder``).
 """
 
 from __future__ import annotations
@@ -92,6 +95,10 @@ def _from_slices(
             numels[name] = numels.get(name, 0) + numel
             end = start + numel
     shapes: Shapes = {}
+    if ranks[0].experts.round_robin:
+        names = list(numels)
+        dealt = (name for turn in range(len(ranks)) for name in names[turn :: len(ranks)])
+        numels = {name: numels[name] for name in dealt}
     for name, numel in numels.items():
         entry = (model.module or {}).get(_as_saved(name))
         if entry is None:

@@ -31,6 +31,8 @@ class ExpertFacts:
         data_first: Whether neighbouring ranks hold the same experts, rather than different ones.
         slices: For each param group the parameters in this rank's part: first element in the part
             and number of elements.
+        round_robin: Whether parameters were dealt out to the ranks in turn, as the configuration
+            says; the slices do not show it.
     """
 
     sizes: tuple[int | None, ...] | None = None
@@ -38,6 +40,7 @@ class ExpertFacts:
     odd_auto: str | None = None
     data_first: bool | None = None
     slices: tuple[Slices, ...] | None = None
+    round_robin: bool = False
 
     @property
     def has_groups(self) -> bool:
@@ -62,6 +65,7 @@ def facts_of_optim(tree: Mapping[str, Any], state: Mapping[str, Any]) -> ExpertF
         else None,
         data_first=_data_first(tree.get("ds_config")),
         slices=_slices(state.get("param_slice_mappings")),
+        round_robin=_round_robin(tree.get("ds_config")),
     )
 
 
@@ -113,6 +117,11 @@ def _data_first(config: Any) -> bool | None:  # noqa: ANN401 - a dict, or where 
     if not isinstance(config, Mapping):
         return None
     return config.get("use_data_before_expert_parallelism") is True
+
+
+def _round_robin(config: Any) -> bool:  # noqa: ANN401 - a dict, or where it was read from
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True
 
 
 def _slices(value: Any) -> tuple[Slices, ...] | None:  # noqa: ANN401 - as pickled

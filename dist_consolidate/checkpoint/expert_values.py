@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from dist_consolidate.checkpoint.experts import may_be_tied
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import is_seen
 from dist_consolidate.checkpoint.model import FlatGroup, Source, own_source
@@ -114,7 +115,8 @@ class Comparison:
             same = [
                 other
                 for other in by_shape.get(entry.span.shape, ())
-                if self._is_seen(other, layout)
+                if may_be_tied(name, other)
+                and self._is_seen(other, layout)
                 and self._equal(layout.sources[other], entry, prints, whole=False)
                 and self._equal(layout.sources[other], entry, prints, whole=True)
             ]

@@ -73,6 +73,24 @@ def parse(name: str) -> ExpertName | None:
     return ExpertName(match[1], int(match[3]), match[2], is_fused=True) if match else None
 
 
+def may_be_tied(one: str, other: str) -> bool:
+    """Whether two names can stand for one parameter.
+
+    Every expert is a deep copy (source: DeepSpeed's ``moe/experts.py``), so that what it holds can
+    be tied inside it only. The dense layer that it was copied from, and its sisters, may well have
+    its values, as long as neither is trained.
+
+    Args:
+        one: A name.
+        other: Another.
+
+    Returns:
+        False if they are of an expert and of something else.
+    """
+    places = [(p.layer, p.number) if p else None for p in map(parse, (one, other))]
+    return places[0] == places[1]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experts:
     """All experts of a checkpoint.

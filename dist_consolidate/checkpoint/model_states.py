@@ -57,7 +57,8 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
     nested = flattened(as_mapping(tree["module"]) or {})
     module, odd = _module(archive, tree["module"] if nested is None else nested)
     shapes = param_shapes_of(archive.path, tree)
-    if nested is not None:
+    if nested is not None and integer(tree.get("mp_world_size")) not in (None, 1):
+        # How shards are merged depends on names.
         known = None if shapes is None else {name for group in shapes for name in group}
         check_names(archive.path, (module or {}).keys(), known)
     names, shared = tree.get("buffer_names"), tree.get("shared_params")
@@ -94,6 +95,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         universal_info=plain_mapping(tree.get("universal_checkpoint_info")),
         settings=settings_of(tree.get("ds_config")),
         is_named=is_named(archive),
+        is_nested=nested is not None,
         device=device_of((frozen or {}).values()),
     )
 

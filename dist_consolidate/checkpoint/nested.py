@@ -3,7 +3,8 @@
 Without a pipeline engine, Megatron-DeepSpeed saves ``state_dict_for_save_checkpoint()``, whose
 levels are the model's attributes (``language_model``, ``embedding``, ``word_embeddings``, ...), so
 that the path of an entry, with dots, is the parameter's name. ``param_shapes`` has those names and
-is the test of it.
+is the test of it. Other models nest otherwise (``{"model": state_dict, "version": 3}``): without
+tensor parallelism, names need not be the parameters' (see :mod:`.renamed`).
 
 Source: Megatron-DeepSpeed's ``megatron/model/language_model.py`` and ``training.py``.
 """

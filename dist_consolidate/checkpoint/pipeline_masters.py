@@ -24,6 +24,12 @@ from dist_consolidate.checkpoint.states import ModelState, ModuleEntry, TensorsS
 from dist_consolidate.errors import Problems
 from dist_consolidate.units import counted
 
+# A layer that a stage uses through `forward_fn` has no file there.
+_UNTIED = (
+    "; or it is a part of a tied layer that is not tied itself, on a stage that uses the layer "
+    "through a function only: such a stage's values are in no layer file"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
@@ -98,6 +104,8 @@ class _Matching:
             print_ = values.of(0, own_source(place.entry.span), span.dtype)
             self.alike.setdefault((span.shape, span.dtype.name, print_), []).append(index)
         self.settled: dict[int, tuple[int, TensorSpan]] = {}
+        # Stages whose masters of a tensor are the same bits: any of them may own its layer.
+        self.equal: dict[int, dict[int, TensorSpan]] = {}
 
     def sources(self) -> list[dict[str, Source]]:
         found = [
@@ -112,9 +120,20 @@ class _Matching:
             self._settle_by_order(unclear, found)
         self._note_rest(unclear)
         named: list[dict[str, Source]] = [{} for _ in self.models]
+        owners = self._owners()
         for index, (stage, span) in sorted(self.settled.items()):
-            named[stage][self.places[index].name] = _source(span)
+            equal, owner = self.equal.get(index, {}), owners[self.places[index].layer]
+            of, held = (owner, equal[owner]) if owner in equal else (stage, span)
+            named[of][self.places[index].name] = _source(held)
         return named
+
+    def _owners(self) -> dict[int, int]:
+        """Give, for each layer, the lowest stage that has masters of all its tensors."""
+        able: dict[int, set[int]] = {}
+        for index, (stage, _) in self.settled.items():
+            stages = {stage, *self.equal.get(index, ())}
+            able.setdefault(self.places[index].layer, stages).intersection_update(stages)
+        return {layer: min(stages, default=0) for layer, stages in able.items()}
 
     def _masters(self, stage: int, model: ModelState) -> Iterator[Master]:
         for group, spans in enumerate(model.optimizer or ()):
@@ -123,7 +142,7 @@ class _Matching:
                 self.problems.add(
                     f"{model.shard.name}: fp32 group {group} of {spans[0].num_numel} elements "
                     "cannot be cut into tensors of the layer files; one of them is missing or of "
-                    "another save"
+                    f"another save{_UNTIED}"
                 )
             for number, span in enumerate(cut or ()):
                 places = self._fitting(span)
@@ -131,7 +150,7 @@ class _Matching:
                     self.problems.add(
                         f"{model.shard.name}: fp32 master {number} of group {group}, of shape "
                         f"{list(span.shape)}, rounds to no tensor of any layer file; the file of "
-                        "its layer is missing or of another save"
+                        f"its layer is missing or of another save{_UNTIED}"
                     )
                 if places:
                     yield Master(span, group, places)
@@ -192,6 +211,8 @@ class _Matching:
             stage, first = members[0]
             if self._is_settled(places, [master for _, master in members]):
                 self.settled |= dict.fromkeys(places, (stage, first.span))
+                equal = {of: master.span for of, master in reversed(members)}
+                self.equal |= dict.fromkeys(places, equal)
             elif len(places) == 1 and len({of for of, _ in members}) == len(members):
                 self.settled[places[0]] = (stage, first.span)
                 listed = " and ".join(str(of) for of, _ in members)
@@ -251,10 +272,9 @@ class _Matching:
         rest = [i for i in range(len(self.places)) if i not in self.settled and i not in left]
         if rest:
             self.notes.append(
-                f"{counted(len(rest), 'parameter has', 'parameters have')} "
-                "no fp32 master (frozen, or never given to the "
-                f"optimizer), the first is {self.places[rest[0]].name}; their 16-bit values were "
-                "taken"
+                f"{counted(len(rest), 'tensor has', 'tensors have')} no fp32 master (frozen, "
+                "never given to the optimizer, or a buffer of a tied layer), the first is "
+                f"{self.places[rest[0]].name}; the layer files' values were taken"
             )
 
 

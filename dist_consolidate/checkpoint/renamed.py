@@ -108,6 +108,33 @@ def follow(
     return Renamed(moved, still, {name: tuple(found) for name, found in names.items()})
 
 
+def under_prefix(
+    model: ModelState, partitions: dict[str, Source], frozen: dict[str, Source]
+) -> Renamed:
+    """Follow a nested ``module`` in ZeRO-3: its inner state dict has the parameters' own names.
+
+    Args:
+        model: The model states of rank 0.
+        partitions: Where each master lies, by recorded name.
+        frozen: Where each frozen parameter lies.
+
+    Returns:
+        The same sources, under the paths; as they were where the paths are no more than a prefix.
+    """
+    module, stored = model.module or {}, [*partitions, *frozen]
+    if not model.is_nested or not stored or set(stored) <= module.keys():
+        return Renamed(partitions, frozen, {})
+    ends = [key.removesuffix(stored[0]) for key in module if key.endswith(f".{stored[0]}")]
+    fits = [prefix for prefix in ends if all(prefix + name in module for name in stored)]
+    if len(fits) != 1:
+        return Renamed(partitions, frozen, {})
+    return Renamed(
+        {fits[0] + name: source for name, source in partitions.items()},
+        {fits[0] + name: source for name, source in frozen.items()},
+        {name: (fits[0] + name,) for name in stored},
+    )
+
+
 class _Finder:
     """Looks for masters of the keys that have none under their own name."""
 

@@ -17,15 +17,19 @@ import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from dist_consolidate.checkpoint.experts import may_be_tied
 from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.model import Source, own_source
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 from dist_consolidate.dtypes import DType
 from dist_consolidate.errors import Problems
+from dist_consolidate.units import counted
 
 # So many masters of a group must be certain, and in the model's order, for that order to count.
 _MIN_CERTAIN = 2
+# Fewer elements than these may be equal by chance.
+_MIN_TELLING = 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,7 +42,11 @@ class Master:
 
 
 def masters(
-    folder: Path | Sequence[Path], model: ModelState, problems: Problems, notes: list[str]
+    folder: Path | Sequence[Path],
+    model: ModelState,
+    problems: Problems,
+    notes: list[str],
+    copies: dict[str, str] | None = None,
 ) -> dict[str, Source]:
     """Find the key of ``module`` for every fp32 master.
 
@@ -47,6 +55,8 @@ def masters(
         model: The model states.
         problems: Takes masters that fit no key.
         notes: Takes the keys whose master cannot be told.
+        copies: Of a file whose tied tensors were copied: takes keys that are another's second
+            name, by their values, with that key.
 
     Returns:
         Sources by name, in the model's order; empty where ``module`` itself is the most precise
@@ -56,16 +66,21 @@ def masters(
         return {}
     prints = Fingerprints(folder)
     try:
-        return _Matching(model, prints, problems, notes).sources()
+        return _Matching(model, prints, problems, notes, copies).sources()
     finally:
         prints.close()
 
 
 class _Matching:
     def __init__(
-        self, model: ModelState, prints: Fingerprints, problems: Problems, notes: list[str]
+        self,
+        model: ModelState,
+        prints: Fingerprints,
+        problems: Problems,
+        notes: list[str],
+        copies: dict[str, str] | None = None,
     ) -> None:
-        self.model, self.prints = model, prints
+        self.model, self.prints, self.copies = model, prints, copies
         self.problems, self.notes = problems, notes
         self.names, self.entries = trainable(model)
         self.dtypes = {entry.span.dtype.name: entry.span.dtype for entry in self.entries}.values()
@@ -73,16 +88,22 @@ class _Matching:
     def sources(self) -> dict[str, Source]:
         alike = self._places_by_print()
         found = list(self._masters(alike))
-        for index, master in enumerate(found):
-            if not master.places:
+        lost = [(index, master) for index, master in enumerate(found) if not master.places]
+        free = set(range(len(self.names))) - {place for m in found for place in m.places}
+        absent = [master for _, master in lost if not self._may_be(master, free)]
+        self._note_absent(absent)
+        for index, master in lost:
+            if master not in absent:
                 self.problems.add(
                     f"{self.model.shard.name}: fp32 master {index} of shape "
                     f"{list(master.span.shape)} rounds to no tensor of `module`; the file was "
                     "changed or its layout is unknown. Masters of stage 0 have no names, so that "
                     "--trust-masters cannot help: nothing but values tells whose they are"
                 )
+        found = [master for master in found if master.places]
         doubtful = sum(len(master.places) > 1 for master in found)
         _settle_equal(found, self.prints)
+        self._settle_copies(found)
         still = sum(len(master.places) > 1 for master in found)
         for group in {master.group for master in found}:
             narrow([master for master in found if master.group == group])
@@ -93,6 +114,51 @@ class _Matching:
                 "apart by their order in the param group"
             )
         return self._named(found)
+
+    def _settle_copies(self, found: Iterable[Master]) -> None:
+        """Settle masters that fit more keys than there are masters: tied keys, saved as copies."""
+        if self.copies is None:
+            return
+        alike: dict[tuple[int, ...], list[Master]] = {}
+        for master in found:
+            if len(master.places) > 1:
+                alike.setdefault(tuple(master.places), []).append(master)
+        for places, same in alike.items():
+            exact = {self.prints.of(own_source(m.span), m.span.dtype) for m in same}
+            names = [self.names[place] for place in places]
+            if len(exact) > 1 or not self._is_telling(same[0].span):
+                continue
+            if len(same) > len(places) or not all(may_be_tied(names[0], n) for n in names):
+                continue
+            for master, place in zip(same, places, strict=False):
+                master.places = [place]
+            rest = places[len(same) :]
+            self.copies |= {self.names[place]: self.names[places[0]] for place in rest}
+
+    def _is_telling(self, span: TensorSpan) -> bool:
+        """Whether no two parameters have these values by chance: all ones, for instance."""
+        half = span.num_numel // 2
+        if span.num_numel < _MIN_TELLING or not span.is_contiguous:
+            return False
+        first = dataclasses.replace(span, shape=(half,), stride=(1,))
+        end_bytes = (span.num_numel - half) * span.dtype.itemsize_bytes
+        last = dataclasses.replace(first, offset_bytes=span.offset_bytes + end_bytes)
+        prints = {self.prints.of(own_source(part), part.dtype) for part in (first, last)}
+        return len(prints) > 1
+
+    def _may_be(self, master: Master, free: Iterable[int]) -> bool:
+        """Whether keys without a master are enough for a parameter, whole or in pieces."""
+        sizes = [self.entries[place].span.num_numel for place in free]
+        return sum(size for size in sizes if size <= master.span.num_numel) >= master.span.num_numel
+
+    def _note_absent(self, absent: Sequence[Master]) -> None:
+        if absent:
+            self.notes.append(
+                f"{counted(len(absent), 'fp32 master is', 'fp32 masters are')} of parameters that "
+                f"`module` does not list, the first of shape {list(absent[0].span.shape)}, as if "
+                "they had been frozen after training and left out when saving "
+                "(exclude_frozen_parameters); they have no names and are not written"
+            )
 
     def _places_by_print(self) -> dict[tuple[object, ...], list[int]]:
         alike: dict[tuple[object, ...], list[int]] = {}
@@ -109,8 +175,12 @@ class _Matching:
                 yield from self._cut(group, spans[0])
                 continue
             for span in spans:
-                if span.num_numel:
-                    yield Master(span, group, self._places(span, alike))
+                places = self._places(span, alike)
+                if places:
+                    yield Master(span, group, places)
+                elif span.num_numel:
+                    # Its parameter may be split into keys, which are views of its storage.
+                    yield from self._cut(group, span)
 
     def _places(self, span: TensorSpan, alike: dict[tuple[object, ...], list[int]]) -> list[int]:
         places: list[int] = []
@@ -122,7 +192,7 @@ class _Matching:
         return self.prints.of(own_source(span), dtype)
 
     def _cut(self, group: int, flat: TensorSpan) -> list[Master]:
-        """Cut a flat master where the views of its 16-bit twin begin and end."""
+        """Cut a master where the views of its 16-bit twin begin and end."""
         views: dict[str, list[int]] = {}
         for place, entry in enumerate(self.entries):
             views.setdefault(entry.ref.storage.key, []).append(place)

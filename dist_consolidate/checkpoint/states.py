@@ -64,6 +64,7 @@ class ModelState:
         universal_info: ``universal_checkpoint_info`` in plain values: the tensor-parallel layout.
         settings: What the configuration has for all ranks, where it was pickled as a dict.
         is_named: Whether the file remembers its name, and so whose it is.
+        is_nested: Whether ``module`` had state dicts in it; names are the paths, with dots.
         device: Index of the CUDA device that its frozen parameters lay on, where they did.
     """
 
@@ -90,6 +91,7 @@ class ModelState:
     universal_info: Mapping[str, Any] | None = None
     settings: Settings | None = None
     is_named: bool = True
+    is_nested: bool = False
     device: int | None = None
 
 
