@@ -100,7 +100,7 @@ def _tell(error: Exception, launched: Launched) -> None:
     if not silent and (launched.rank == 0 or not (shared or local)):
         print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path and launched.launcher == "torchrun":
         # torchrun ends with a summary of its own, of the rank that ended first, whichever that
         # was: with this file the reason stands in it.
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}

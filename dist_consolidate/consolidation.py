@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from dist_consolidate._version import __version__
 from dist_consolidate.doing import Doing
-from dist_consolidate.errors import Caught, UsageError
+from dist_consolidate.errors import Caught, RankError, UsageError
+from dist_consolidate.likeness import check_alike
 from dist_consolidate.moving import Moving, make_moving
 from dist_consolidate.options import Options
 from dist_consolidate.output.crc import CrcLedger
@@ -60,6 +61,7 @@ def run_consolidation(
         ConsolidateError: If anything is wrong; every rank raises and nothing is published.
     """
     clock = [time.monotonic()]
+    check_alike(options, output_dir, world.control)
     place = _find_place(options, world)
     planned = plan_together(checkpoint_dir, options, world.control, place.hosts)
     run = _Run(planned, options, world, place)
@@ -71,16 +73,15 @@ def run_consolidation(
     clock.append(time.monotonic())
     if options.dry_run:
         return run.forecast(target, clock)
-    publication = run.on_publisher(lambda: run.prepare(target))
     try:
+        publication = run.on_publisher(lambda: run.prepare(target))
         run.look(publication)
         run.create_files(publication)
         result = run.move(publication)
         clock.append(time.monotonic())
         ranks, notes = run.finish(publication, result)
     except BaseException:
-        if world.rank == place.publisher:
-            publication.abandon()
+        run.abandon()
         raise
     clock.append(time.monotonic())
     return run.report(publication.output_dir, ranks, notes, clock)
@@ -111,6 +112,9 @@ def _default_target(checkpoint_dir: Path, tag: str, place: OutputPlace) -> Path:
 
 class _Run:
     moving: Moving
+    # On the rank that publishes, once they are there.
+    made: Publication | None = None
+    published: tuple[tuple[RankReport, ...], tuple[str, ...]] | None = None
 
     def __init__(
         self, planned: Planned, options: Options, world: World, place: OutputPlace
@@ -167,9 +171,14 @@ class _Run:
         with Doing("looking at", target):
             check_free_space(target, total, overwrite=self.options.overwrite)
         token = f"{self.plan.digest[:8]}-{time.time_ns():x}"
-        publication = prepare(target, self.names, token, overwrite=self.options.overwrite)
-        self.world.control.clean_up_with(publication.abandon)
-        return publication
+        self.made = prepare(target, self.names, token, overwrite=self.options.overwrite)
+        self.world.control.clean_up_with(self.made.abandon)
+        return self.made
+
+    def abandon(self) -> None:
+        """Remove what this rank has made, as far as it is not in place."""
+        if self.made is not None:
+            self.made.abandon()
 
     def create_files(self, publication: Publication) -> None:
         """Make all files at their full size."""
@@ -219,13 +228,21 @@ class _Run:
             publication.write_file(MANIFEST_NAME, self._manifest(notes))
             for name, files in self._indexes().items():
                 publication.write_file(name, index_json(files))
-            publication.publish(self.last)
             default = self.world.size if self.moving.transport == "direct" else None
             wanted = self.options.num_writers(self.world.size) or default
             told = self.place.notes(wanted, publication.output_dir)
-            return self._rank_reports(results), (*notes, *told)
+            reports = self._rank_reports(results), (*notes, *told)
+            publication.publish(self.last)
+            self.published = reports
+            self.world.control.finish()
+            return reports
 
-        return self.on_publisher(publish)
+        try:
+            return self.on_publisher(publish)
+        except RankError:
+            if self.published is None:
+                raise
+            return self.published  # it is in place, whoever is gone by now
 
     def _rank_reports(self, results: Sequence[tuple[MoveResult, int]]) -> tuple[RankReport, ...]:
         return tuple(

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ from dist_consolidate.units import format_bytes
 
 _TOKEN = r"[A-Za-z0-9_-]+"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Descriptors that hold this process's work folders, so that no other run takes them for left over.
+_locks: dict[Path, int] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ class Publication:
                 if self.is_new_folder:
                     self.work_dir.rename(self.output_dir)
                     _sync(self.output_dir.parent)
+                    self._unlock()
                 else:
                     self._remove_stale()
                     self._move_files([n for n in self.file_names if n not in last], last)
@@ -126,6 +130,12 @@ class Publication:
     def abandon(self) -> None:
         """Remove the work folder as far as possible; nothing of it was published."""
         shutil.rmtree(self.work_dir, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        descriptor = _locks.pop(self.work_dir, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _check_complete(self) -> None:
         found = set(_files_below(self.work_dir))
@@ -200,8 +210,14 @@ def prepare(
         parent.mkdir(parents=True, exist_ok=True)
         _remove_old_work(output_dir)
         work_dir = parent / f"{_work_prefix(output_dir)}{token}"
-        work_dir.mkdir()
-    return Publication(output_dir, work_dir, tuple(file_names))
+        publication = Publication(output_dir, work_dir, tuple(file_names))
+        try:
+            work_dir.mkdir()
+            _locks[work_dir] = _lock(work_dir)
+        except BaseException:  # a signal's, too
+            publication.abandon()
+            raise
+    return publication
 
 
 def check_output(output_dir: Path, file_names: Sequence[str], *, overwrite: bool = False) -> Path:
@@ -310,7 +326,36 @@ def _remove_old_work(output_dir: Path) -> None:
         with contextlib.suppress(OSError):
             for path in list(folder.iterdir()):
                 if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                    if _is_locked(path):
+                        raise UsageError(
+                            f"{output_dir}: another run is writing its result there ({path}); "
+                            "wait for it, or choose another output folder"
+                        )
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock(folder: Path) -> int:
+    """Hold a folder, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # a file system that cannot lock a folder (NFS)
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:

@@ -144,6 +144,11 @@ class Control:
         if self.watch is not None:
             self.watch.clean_up = action
 
+    def finish(self) -> None:
+        """Note that the result is in place; see :meth:`Watch.finish`."""
+        if self.watch is not None:
+            self.watch.finish()
+
     def agree(self, error: Exception | None) -> None:
         """Wait for all ranks; raise on every one of them if any brings an error.
 

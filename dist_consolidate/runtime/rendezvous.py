@@ -74,16 +74,38 @@ def meet(
     Raises:
         RendezvousError: If not all came, or this rank cannot reach the store.
     """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
     deadline = time.monotonic() + timeout_sec
-    voice = Voice(f"{launched.address}:{launched.port}")
+    voice = Voice(f"{launched.address}:{launched.port} {run_id(launched)}")
     try:
-        store = _find_store(launched, timeout_sec, deadline, listening)
+        found = _find_store(launched, timeout_sec, deadline, listening)
+        # Steps of one job may be told one port, and an agent's store outlives a restart: neither
+        # may take what others have left.
+        store = PrefixStore(f"dist_consolidate/{run_id(launched)}", found)
         problem = interface_problem(with_nccl=with_nccl)
         _gather(store, launched, timeout_sec, deadline, problem)
     except RendezvousError as error:
         error.silent = voice.is_taken()
         raise
     return store
+
+
+def run_id(launched: Launched, environ: Mapping[str, str] = os.environ) -> str:
+    """Tell runs apart that may meet at one place.
+
+    Args:
+        launched: This rank.
+        environ: The environment.
+
+    Returns:
+        The same text on all ranks of a run, as far as their launcher tells.
+    """
+    names = {
+        "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    }.get(launched.launcher, ())
+    return "/".join([launched.launcher, *(environ.get(name, "") for name in names)])
 
 
 def _find_store(
@@ -182,7 +204,7 @@ def _gather(
     """Leave this rank's name, and wait for those of all others."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    here = PrefixStore("dist_consolidate", store)
+    here = PrefixStore("ranks", store)
     ranks = range(launched.size)
     try:
         if problem is not None:

@@ -68,7 +68,7 @@ class Watch:
         self.code = 0
         self._arrived = threading.Event()
         self._telling = threading.Lock()
-        self._told = self._leaving = self._raised = self._ended = False
+        self._told = self._leaving = self._raised = self._ended = self._finished = False
         self._deadline: tuple[float, int] | None = None
         self._line: Line | None = None
         self._hub: Hub | None = None
@@ -126,9 +126,13 @@ class Watch:
             with contextlib.suppress(OSError):
                 self._hub = Hub(control.hosts, self._timeout_sec, self.beat_sec)
                 names = [name for name in (address, socket.gethostname()) if name]
-                where = (list(dict.fromkeys(names)), self._hub.port, self._hub.token)
+                where = (names, self._hub.port, self._hub.token)
         where = control.broadcast(where)
-        line = None if where is None else _connect(control.rank, *where)
+        line = None
+        if where is not None:
+            # By the address that this rank has just met rank 0 under, before rank 0's own.
+            names = list(dict.fromkeys([*([address] if address else ()), *where[0]]))
+            line = _connect(control.rank, names, *where[1:])
         connected = control.exchange(line is not None)
         if not all(connected) or where is None or line is None:
             if line is not None:
@@ -193,7 +197,14 @@ class Watch:
         if hub is not None:
             hub.stop()
 
+    def finish(self) -> None:
+        """Note that the result is in place: from now on nobody's end undoes that."""
+        self._finished = self._leaving = True
+
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        # Half of the files renamed would be neither the old result nor the new one.
+        if doing.is_publishing(self._timeout_sec):
+            return
         if not (self._raised or self._leaving):
             self._raised = True
             raise Stopped
@@ -315,6 +326,11 @@ class Watch:
         assert self._deadline is not None
         last = self._deadline[0] + _PUBLISHING_GRACE_SEC
         if doing.is_publishing(self._timeout_sec) and time.monotonic() < last:
+            return
+        if self._finished:
+            # The main thread has some seconds to leave the others.
+            if time.monotonic() > self._deadline[0] + _LEAVING_SEC:
+                os._exit(0)
             return
         helper = threading.Thread(target=self._last_things, daemon=True)
         helper.start()
