@@ -106,7 +106,8 @@ class Hub:
     def stop(self) -> None:
         """Let all ranks go."""
         self._ended.set()
-        self._waker.send(b"\0")
+        with contextlib.suppress(OSError):  # it may have seen that just now, and be gone
+            self._waker.send(b"\0")
         self._thread.join(4 * self._beat_sec)
 
     def _run(self) -> None:

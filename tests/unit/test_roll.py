@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from dist_consolidate.runtime.hub import Hub, Line
+from dist_consolidate.runtime.hub import Hub
 from dist_consolidate.runtime.roll import KILLED, Roll, named_ranks
 
 HOSTS = ["a", "a", "b", "b"]
@@ -124,3 +125,11 @@ def test_lines_come_whole():
     assert line.receive() == [{"b": 2}]
     assert line.receive() is None
     line.close()
+
+
+def test_a_hub_that_has_just_noticed_its_end_is_stopped_all_the_same() -> None:
+    hub = Hub(["here"], 60.0, 0.2)
+    hub._ended.set()
+    hub._thread.join(5)
+    assert not hub._thread.is_alive()
+    hub.stop()
