@@ -8,7 +8,6 @@ import socket
 import pytest
 
 from dist_consolidate.runtime.hub import Hub, Line
-from dist_consolidate.runtime.hub import Hub
 from dist_consolidate.runtime.roll import KILLED, Roll, named_ranks
 
 HOSTS = ["a", "a", "b", "b"]
