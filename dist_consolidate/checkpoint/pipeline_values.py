@@ -45,7 +45,7 @@ class Values:
             except CheckpointError as error:
                 raise CheckpointError(
                     f"{error}; it is needed to compare what several pipeline stages or layers "
-                    "hold, so put the checkpoint where the first rank sees all of it"
+                    "hold, so put the checkpoint where one rank sees all of it"
                 ) from error
         return self._known[key]
 
