@@ -203,7 +203,7 @@ def test_a_rank_that_never_comes_is_named_once(truth: Truth, tmp_path: Path) -> 
     ended = start_ranks(2, arguments, env={"WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"})
     assert [rank.returncode for rank in ended] == [1, 1], show(ended)
     (message,) = messages(ended)
-    assert f"ranks 0 and 1 on host {socket.gethostname()}; rank 2 did not" in message, message
+    assert f"ranks 0, 1 on host {socket.gethostname()}; rank 2 did not" in message, message
     for words in ("within 2 s", "WORLD_SIZE", "GLOO_SOCKET_IFNAME is 'lo'", "NCCL_SOCKET_IFNAME"):
         assert words in message, message
     assert "Traceback" not in show(ended), show(ended)
