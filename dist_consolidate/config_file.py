@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_consolidate.checkpoint.tensor_user import rules_from
+from dist_consolidate.checkpoint.tensor_user import read_toml, rules_from
 from dist_consolidate.errors import UsageError
 from dist_consolidate.options import Options, make_options
 
@@ -33,14 +32,8 @@ def load_config(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: If it cannot be read, is no TOML, or has an unknown key.
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--config {path}: is no valid TOML: {error}") from error
     values: dict[str, Any] = {}
-    for spelling, value in raw.items():
+    for spelling, value in read_toml(path, "--config").items():
         name = spelling.replace("-", "_")
         if name in values:
             raise UsageError(f"--config {path}: {name} is there in two spellings")

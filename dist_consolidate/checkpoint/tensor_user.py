@@ -52,18 +52,34 @@ def load_user_rules(path: Path) -> tuple[UserRule, ...]:
     Raises:
         UsageError: If it cannot be read or a rule is wrong; the rule is named.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--tp-rules {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--tp-rules {path}: is no valid TOML: {error}") from error
+    tree = read_toml(path, "--tp-rules")
     if set(tree) != {"tensor_parallel"}:
         raise UsageError(
             f"--tp-rules {path}: must hold [[tensor_parallel.rule]] tables and nothing else; "
             f"{_HELP}"
         )
     return rules_from(tree["tensor_parallel"], f"--tp-rules {path}")
+
+
+def read_toml(path: Path, option: str) -> dict[str, Any]:
+    """Read a file that the user names.
+
+    Args:
+        path: The file.
+        option: The option that names it, for messages.
+
+    Returns:
+        What is in it.
+
+    Raises:
+        UsageError: If it cannot be read or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{option} {path}: is no valid TOML: {error}") from error
 
 
 def rules_from(section: object, where: str) -> tuple[UserRule, ...]:
