@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from dist_consolidate.errors import ResourceError, listing
-from dist_consolidate.units import Amount, format_bytes, plural
+from dist_consolidate.units import Amount, format_bytes, plural, ranks_text
 
 Kind = Literal["host", "device"]
 OPTIONS: dict[Kind, str] = {"host": "--host-memory", "device": "--device-memory"}
@@ -143,13 +143,8 @@ def _allowance(
 def rank_texts(ranks: Iterable[int], readings: Sequence[Reading]) -> str:
     """Name ranks and where they run: ``ranks 0 to 3 on node1``."""
     chosen = sorted(ranks)
-    whole = chosen == list(range(chosen[0], chosen[-1] + 1))
-    numbers = ", ".join(map(str, chosen))
-    if whole and len(chosen) > 2:
-        numbers = f"{chosen[0]} to {chosen[-1]}"
     hosts = dict.fromkeys(readings[rank].host for rank in chosen)
-    noun = "rank" if len(chosen) == 1 else "ranks"
-    return f"{noun} {numbers} on {', '.join(hosts)}"
+    return f"{ranks_text(chosen)} on {', '.join(hosts)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
