@@ -121,7 +121,7 @@ class _Run:
     ) -> None:
         self.planned, self.options, self.world, self.place = planned, options, world, place
         self.plan: Plan = planned.plan
-        # On rank 0 alone: a layout is as large as the headers of all files.
+        # Made on rank 0 alone: a layout is as large as the headers of all files.
         self.layouts: tuple[FileLayout, ...] = on_rank_0(
             world.control,
             lambda: tuple(layout_for(options.format, file) for file in self.plan.files),
@@ -137,7 +137,7 @@ class _Run:
 
     def look(self, publication: Publication) -> None:
         """Find out which ranks see the work folder, and do without those that do not."""
-        if self.world.size == 1 or self.options.num_writers(self.world.size) == 1:
+        if len(self.moving.writers) == 1:
             return
         seen = look_for(self.place, publication.work_dir, self.world.control)
         if seen != self.place:
@@ -168,8 +168,7 @@ class _Run:
     def prepare(self, target: Path) -> Publication:
         """Make the work folder (on the rank that publishes)."""
         total = sum(layout.num_bytes for layout in self.layouts)
-        with Doing("looking at", target):
-            check_free_space(target, total, overwrite=self.options.overwrite)
+        check_free_space(target, total, overwrite=self.options.overwrite)
         token = f"{self.plan.digest[:8]}-{time.time_ns():x}"
         self.made = prepare(target, self.names, token, overwrite=self.options.overwrite)
         self.world.control.clean_up_with(self.made.abandon)
@@ -338,8 +337,7 @@ class _Run:
         total = sum(layout.num_bytes for layout in self.layouts)
 
         def check() -> Path:
-            with Doing("looking at", target):
-                check_free_space(target, total, overwrite=self.options.overwrite)
+            check_free_space(target, total, overwrite=self.options.overwrite)
             return check_output(target, self.names, overwrite=self.options.overwrite)
 
         output_dir = self.on_publisher(check)

@@ -259,10 +259,11 @@ def check_free_space(path: Path, num_bytes: int, *, overwrite: bool = False) -> 
     Raises:
         ResourceError: If the file system that holds ``path`` has less space for this user.
     """
-    existing = path.resolve()
-    while not existing.exists():
-        existing = existing.parent
-    status = os.statvfs(existing)
+    with Doing("looking at", path):
+        existing = path.resolve()
+        while not existing.exists():
+            existing = existing.parent
+        status = os.statvfs(existing)
     num_free_bytes = status.f_bavail * status.f_frsize
     if num_bytes <= num_free_bytes:
         return
