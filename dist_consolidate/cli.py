@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"dist-consolidate: error: {error}", file=sys.stderr)
             return error.exit_code
     _allow_many_files()
+    # What its C++ warns of, with pages of frames, is told in words here.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     launched = _launched(options.launcher, launched)
     leads = launched.rank == 0
     watch = Watch(launched.rank, options.timeout_sec, lambda error: _tell(error, launched))

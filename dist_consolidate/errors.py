@@ -61,6 +61,10 @@ class RendezvousError(ConsolidateError):
         self.exit_code = exit_code
 
 
+class NoPortError(RendezvousError):
+    """Rank 0 cannot listen: others only see that it does not come, so that it always speaks."""
+
+
 class LostError(RankError):
     """Contact with another rank was lost; which one it is, and why, is not known here."""
 

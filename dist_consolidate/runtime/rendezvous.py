@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dist_consolidate.errors import Caught, RendezvousError
+from dist_consolidate.errors import Caught, NoPortError, RendezvousError
 from dist_consolidate.runtime.hints import advice
 from dist_consolidate.runtime.interfaces import interface_problem
 from dist_consolidate.runtime.launched import Launched
@@ -45,8 +45,8 @@ def _open_store(port: int, timeout_sec: float, listening: socket.socket | None) 
         return _tcp_store("127.0.0.1", port, timeout_sec, **options)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error) and os.strerror(errno.EADDRINUSE) not in str(error):
-            raise RendezvousError(f"rank 0 cannot listen on port {port}: {_line(error)}") from error
-        raise RendezvousError(
+            raise NoPortError(f"rank 0 cannot listen on port {port}: {_line(error)}") from error
+        raise NoPortError(
             f"rank 0 cannot listen on port {port} of host {socket.gethostname()}: another program "
             "or another run has it already; set MASTER_PORT to a free one (in a SLURM step "
             "together with MASTER_ADDR)"
@@ -85,6 +85,9 @@ def meet(
         store = PrefixStore(f"dist_consolidate/{run_id(launched)}", found)
         problem = interface_problem(with_nccl=with_nccl)
         _gather(store, launched, timeout_sec, deadline, problem)
+    except NoPortError:
+        voice.speak()
+        raise
     except RendezvousError as error:
         error.silent = voice.is_taken()
         raise

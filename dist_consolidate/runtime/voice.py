@@ -2,18 +2,23 @@
 
 The name is one of Linux' abstract sockets (unix(7)): it belongs to one process at a time, is seen
 by all of a host (of a network namespace), leaves no file, and is free again when the process ends.
+Whoever comes later connects to it, and hears whether the first has spoken, or ended without a word.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
+import threading
 import time
 
 # How long the rank that speaks may take to fail after another one has; and how long a silent rank
 # stays, so that a launcher that stops all at the first one's end does not stop the one that speaks.
 _PATIENCE_SEC, _STAY_SEC, _PAUSE_SEC = 15.0, 3.0, 0.05
+_MAX_WAITING = 4096
+_SPOKEN = b"spoken"
 
 
 class Voice:
@@ -27,52 +32,85 @@ class Voice:
         """
         digest = hashlib.sha256(f"{os.getuid()} {place}".encode()).hexdigest()[:32]
         self._name = f"\0dist-consolidate/{digest}"
-        self._speaks = _take(self._name)
+        self._listening: socket.socket | None = None
+        self._asking: socket.socket | None = None
+        self._settle()
 
     def is_taken(self) -> bool:
         """Tell, on a rank that fails, whether another rank speaks; wait until it has spoken.
 
         Returns:
-            ``False`` if this rank has to speak: it took the name, or who took it does not fail.
+            ``False`` if this rank has to speak: it took the name, or who took it does not fail, or
+            ended without a word.
         """
-        speaking = f"{self._name}/speaks"
-        if self._speaks:
-            _take(speaking)
-            return False
         until = time.monotonic() + _PATIENCE_SEC
-        while not _is_held(speaking):
-            if not _is_held(self._name):
-                return True  # it has spoken and ended between two looks
+        while self._listening is None:
             if time.monotonic() > until:
                 return False
-            time.sleep(_PAUSE_SEC)
-        until = time.monotonic() + _STAY_SEC
-        while _is_held(speaking) and time.monotonic() < until:
-            time.sleep(_PAUSE_SEC)
-        return True
+            if self._asking is None:
+                time.sleep(_PAUSE_SEC)
+            elif self._hears(until):
+                return True
+            self._settle()
+        self.speak()
+        return False
+
+    def speak(self) -> None:
+        """Let all others of this host know, from now on until this process ends."""
+        if self._listening is not None:
+            threading.Thread(
+                target=_tell_all, args=[self._listening], name="consolidate-voice", daemon=True
+            ).start()
+
+    def _settle(self) -> None:
+        """Take the name, or reach the one who has it; neither, where it is just changing hands."""
+        if self._asking is None:
+            self._listening = _take(self._name)
+            if self._listening is None:
+                self._asking = _reach(self._name)
+
+    def _hears(self, until: float) -> bool:
+        """Wait for a word of the one who has the name; ``False`` if none comes, or it ends."""
+        assert self._asking is not None
+        heard = b""
+        with self._asking as asking:
+            self._asking = None
+            with contextlib.suppress(OSError):
+                asking.settimeout(max(until - time.monotonic(), _PAUSE_SEC))
+                heard = asking.recv(len(_SPOKEN))
+            with contextlib.suppress(OSError):
+                asking.settimeout(_STAY_SEC)
+                if heard:
+                    asking.recv(1)  # its end
+        return bool(heard)
 
 
-def _take(name: str) -> bool:
-    """Take a name until this process ends: a rank that went on has not spoken for the others."""
+def _take(name: str) -> socket.socket | None:
     taking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         taking.bind(name)
+        taking.listen(_MAX_WAITING)
     except OSError:
         taking.close()
-        return False
-    taking.listen()
-    taking.detach()
-    return True
+        return None
+    return taking
 
 
-def _is_held(name: str) -> bool:
-    """Tell whether a process has a name, without taking it for a moment."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)
-        try:
-            asking.connect(name)
-        except BlockingIOError:
-            return True  # asked by so many that the queue is full
-        except OSError:
-            return False
-    return True
+def _reach(name: str) -> socket.socket | None:
+    asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        asking.setblocking(False)  # so many may wait already that connecting would, too
+        asking.connect(name)
+    except OSError:
+        asking.close()
+        return None
+    return asking
+
+
+def _tell_all(listening: socket.socket) -> None:
+    """Tell everyone who asks, and keep them until this process ends."""
+    kept = []
+    while True:
+        kept.append(listening.accept()[0])
+        with contextlib.suppress(OSError):  # it may have ended
+            kept[-1].sendall(_SPOKEN)

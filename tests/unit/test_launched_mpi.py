@@ -154,7 +154,7 @@ SPEAKER = """
 import sys, time
 from dist_consolidate.runtime.voice import Voice
 voice = Voice(sys.argv[1])
-print(voice._speaks, flush=True)
+print(voice._listening is not None, flush=True)
 sys.stdin.readline()
 print(voice.is_taken(), flush=True)
 sys.stdin.readline()
@@ -192,6 +192,24 @@ def test_one_process_of_a_host_speaks(
     speaker.stdin.flush()
     assert speaker.stdout.readline() == "False\n"
     assert silent.is_taken() is True
-    speaker.stdin.close()
-    speaker.wait()
+    # Of others, too, that failed earlier or fail later.
+    assert Voice("here").is_taken() is True
+
+
+def test_one_that_waits_hears_of_it_although_the_speaker_has_ended(
+    speaker: subprocess.Popen[str],
+) -> None:
+    silent = Voice("here")
+    speaker.communicate("\n\n")
     assert silent.is_taken() is True
+
+
+def test_one_that_ended_without_a_word_leaves_it_to_another(
+    speaker: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_consolidate.runtime.voice._STAY_SEC", 0.2)
+    first, second = Voice("here"), Voice("here")
+    speaker.kill()
+    speaker.wait()
+    assert first.is_taken() is False
+    assert second.is_taken() is True
