@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,6 +122,34 @@ def test_two_steps_at_once_do_not_meet(cluster: Cluster, truth: Truth, tmp_path:
     run_batch(cluster, tmp_path, "-n4", "-N1", tmp_path / "steps.sh")
     for out in outs:
         assert_right(out, truth)
+
+
+def test_two_steps_that_were_told_one_port(cluster: Cluster, truth: Truth, tmp_path: Path) -> None:
+    """One gets the port. The other says who has it; its ranks never join the first one's."""
+    step = " ".join(["srun --overlap -n2 -N1", *TOOL, str(truth.tag_dir.parent)])
+    options = "--transport gather --rendezvous-timeout 10s"
+    outs = [tmp_path / name for name in ("one", "two")]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = "\n".join(
+        [
+            f"export MASTER_ADDR=127.0.0.1 MASTER_PORT={port}",
+            *(f"{step} {out} {options} & pids[{at}]=$!" for at, out in enumerate(outs)),
+            'for pid in "${pids[@]}"; do wait "$pid"; echo "ended $?"; done',
+        ]
+    )
+    (tmp_path / "steps.sh").write_text(f"#!/bin/bash\n{script}\n")
+    said = run_batch(cluster, tmp_path, "-n4", "-N1", tmp_path / "steps.sh")
+    codes = [int(code) for code in re.findall(r"^ended (\d+)$", said, re.MULTILINE)]
+    # They may also have come one after the other.
+    assert sorted(code != 0 for code in codes) in ([False, True], [False, False]), said
+    for out, code in zip(outs, codes, strict=True):
+        if code == 0:
+            assert_right(out, truth)
+        else:
+            assert f"cannot listen on port {port}" in said, said
+            assert not out.exists()
+    assert "Traceback" not in said, said
 
 
 def test_a_wrong_variable_is_told_by_name(cluster: Cluster, ckpt: Path, tmp_path: Path) -> None:
