@@ -59,10 +59,12 @@ def find_launched(environ: Mapping[str, str] = os.environ, launcher: str = "auto
 
     Raises:
         UsageError: If a launcher's variables are set by half, hold no numbers, or are not there
-            though it was named.
+            though it was named; if a world of one is set for each of several tasks.
     """
     for name, find in _finders():
         if launcher in ("auto", name) and (found := find(environ)) is not None:
+            if launcher == "auto":
+                _check_not_exported(environ, found)
             return found
     if launcher in ("auto", "none"):
         return Launched()
@@ -108,6 +110,18 @@ def _torchrun(environ: Mapping[str, str]) -> Launched | None:
         number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,
         _TORCHRUN,
     )
+
+
+def _check_not_exported(environ: Mapping[str, str], found: Launched) -> None:
+    """Refuse a world of one that all tasks of a step have inherited: each would do all the work."""
+    if found.launcher != "torchrun" or found.size > 1 or "TORCHELASTIC_RUN_ID" in environ:
+        return
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if environ.get(name, "1") != "1":
+            raise UsageError(
+                f"RANK is 0 and WORLD_SIZE is 1, but {name} is {environ[name]}: unset RANK and "
+                "WORLD_SIZE for a run of all of them, or say --launcher torchrun for one on its own"
+            )
 
 
 def number(environ: Mapping[str, str], name: str, max_digits: int = 9) -> int:

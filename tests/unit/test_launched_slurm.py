@@ -127,6 +127,17 @@ def test_torchrun_in_a_step_wins() -> None:
     assert (found.launcher, found.rank, found.size) == ("torchrun", 1, 2)
 
 
+@pytest.mark.parametrize("size", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_world_of_one_that_several_tasks_inherited_is_refused(size: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", size: "4"}
+    with pytest.raises(UsageError, match=f"WORLD_SIZE is 1, but {size} is 4: unset RANK"):
+        find_launched(environ)
+    assert find_launched(environ, "torchrun").size == 1
+    # torchrun itself, started by each of the tasks.
+    assert find_launched({**environ, "TORCHELASTIC_RUN_ID": "x"}).size == 1
+    assert find_launched({**environ, size: "1"}).size == 1
+
+
 @pytest.mark.parametrize("more", [{"PMI_RANK": "0", "PMI_SIZE": "4"}, {"PMIX_RANK": "0"}])
 def test_a_task_that_srun_started_for_mpi_is_slurms(more: dict[str, str]) -> None:
     assert find_launched({**STEP, **more}).launcher == "slurm"
