@@ -14,6 +14,7 @@ import re
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -345,10 +346,11 @@ def explained(error: Exception) -> Exception:
 
 
 def describe(error: Exception) -> str:
-    """Put an error into words for another rank."""
+    """Put an error into words for another rank; a mistake of this program's with where it is."""
     error = explained(error)
-    known = isinstance(error, ConsolidateError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
+    if isinstance(error, ConsolidateError):
+        return str(error)
+    return f"{error!r}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def exit_code(error: Exception) -> int:

@@ -35,6 +35,8 @@ _LEAVING_SEC, _CLEAN_UP_SEC = 10.0, 5.0
 # How long a rank that lost contact waits for the reason, and one that was stopped.
 _REASON_SEC, _STOPPED_SEC = 3.0, 0.5
 _CONNECT_SEC = 5.0
+# Characters of a failure's text: a line of the hub's holds them, however they are escaped.
+_MAX_TEXT = 8000
 
 
 class Stopped(BaseException):
@@ -304,7 +306,8 @@ class Watch:
     def _send_failure(self, kind: str, text: str, code: int) -> None:
         line = self._line
         if line is not None:
-            line.send({"failed": kind, "text": text, "code": code})
+            cut = "" if len(text) <= _MAX_TEXT else " [cut]"
+            line.send({"failed": kind, "text": text[:_MAX_TEXT] + cut, "code": code})
 
     def _decide(self, verdict: Verdict) -> None:
         """The run is over: ask the main thread to stop."""

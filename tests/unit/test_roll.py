@@ -7,8 +7,11 @@ import socket
 
 import pytest
 
+from dist_consolidate.errors import UsageError
+from dist_consolidate.runtime.control import describe
 from dist_consolidate.runtime.hub import Hub, Line
 from dist_consolidate.runtime.roll import KILLED, Roll, named_ranks
+from dist_consolidate.runtime.watch import Watch
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -132,3 +135,27 @@ def test_a_hub_that_has_just_noticed_its_end_is_stopped_all_the_same() -> None:
     hub._thread.join(5)
     assert not hub._thread.is_alive()
     hub.stop()
+
+
+def test_a_reason_of_any_length_arrives() -> None:
+    left, right = socket.socketpair()
+    watch = Watch(1, 60.0)
+    watch._line = Line(left)
+    watch._send_failure("failed", "\x01" * 100_000, 3)
+    (message,) = Line(right).receive() or ()
+    assert message["text"] == "\x01" * 8000 + " [cut]"
+    assert message["code"] == 3
+    left.close()
+    right.close()
+
+
+def test_a_mistake_of_the_program_is_told_with_its_place() -> None:
+    def mistake() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError) as caught:
+        mistake()
+    text = describe(caught.value)
+    assert text.startswith("KeyError('x')\nTraceback")
+    assert "in mistake" in text
+    assert describe(UsageError("so")) == "so"
