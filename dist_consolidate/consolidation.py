@@ -363,8 +363,8 @@ class _Run:
             num_bytes=self.plan.num_bytes,
             ties={alias: tie.holder for alias, tie in self.plan.ties.items()},
             left_out=self.plan.left_out,
-            # What was done about memory is this run's matter; the manifest speaks of the result.
-            notes=(*notes, *self.moving.notes),
+            # Memory and network are this run's matter; the manifest speaks of the result.
+            notes=(*notes, *self.moving.notes, *self.world.notes),
             facts=self.planned.facts,
             transport=self.moving.transport,
             num_bytes_read=sum(rank.num_bytes_read for rank in ranks),

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from dist_consolidate import cli
-from tests.synthetic import Param, Spec, write
+from tests.cases import assert_same_bits, load_output
+from tests.synthetic import Param, Spec, Truth, write
 from tests.test_failures import assert_refused, fill_disk, leftovers, published, strike
 from tests.torchrun import Ended, messages, run_python, show, start_ranks
 
@@ -38,9 +39,14 @@ MIDDLE = 5
 
 
 @pytest.fixture(scope="module")
-def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     folder = tmp_path_factory.mktemp("checkpoints") / "z3"
-    return write(folder, Spec(stage=3, world=2, params=PARAMS)).tag_dir.parent
+    return write(folder, Spec(stage=3, world=2, params=PARAMS))
+
+
+@pytest.fixture(scope="module")
+def ckpt(truth: Truth) -> Path:
+    return truth.tag_dir.parent
 
 
 def start(
@@ -141,6 +147,29 @@ def test_a_signal_while_the_main_thread_cannot_be_reached(
     assert message == f"this process was stopped by {kind}"
 
 
+@pytest.mark.parametrize("place", ["planning", "moving"])
+def test_ranks_that_torchrun_restarts_begin_anew(
+    place: str, ckpt: Path, truth: Truth, tmp_path: Path
+) -> None:
+    """The agent's store outlives the first attempt, with all that its ranks have left there."""
+    out = tmp_path / "out"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    arguments = [ckpt, out, "--transport", "gather", *BUCKET]
+    env = {FAULT: f"kill:{place}:1", PIDS: str(tmp_path)}
+    ended = run_python([*torchrun, "--max-restarts=1", "-m", MODULE, *arguments], env=env).ok()
+    assert "-9" in ended.stderr, ended  # it was killed, and was started again
+    assert_same_bits(load_output(out), truth.fp32)
+    assert not leftovers(out)
+
+
+def test_a_rank_that_cannot_be_watched_is_told(ckpt: Path, truth: Truth, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = start("deaf:joining:1", [ckpt, out, "--transport", "gather", *BUCKET], out)
+    assert [rank.returncode for rank in ended] == [0, 0], show(ended)
+    assert "note: not every rank reaches the port of rank 0" in ended[0].stdout, show(ended)
+    assert_same_bits(load_output(out), truth.fp32)
+
+
 def test_sigterm_before_the_ranks_have_met(ckpt: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     # The other rank never comes.
@@ -173,9 +202,9 @@ def test_a_file_system_that_fails_on_another_rank(number: int, ckpt: Path, tmp_p
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; the environment says what happens on which rank, and where."""
     kind, place, rank = os.environ[FAULT].split(":")
-    me = os.environ.get("RANK", "0")
+    me, attempt = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     (Path(os.environ[PIDS]) / f"pid{me}").write_text(str(os.getpid()))
-    if me == rank:
+    if me == rank and attempt == "0":
         prepare(place, once(lambda: happen(kind)))
     return cli.main(arguments)
 
@@ -209,6 +238,10 @@ def prepare(place: str, strikes: Callable[..., None]) -> None:
             return real(*arguments, **options)
 
         rendezvous.meet = meet
+    elif place == "joining":
+        from dist_consolidate.runtime import watch
+
+        watch._connect = lambda *_: None
     else:
         name = {
             "moving": "preadv", "writing": "pwrite", "syncing": "fsync", "publishing": "rename"

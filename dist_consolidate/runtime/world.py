@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 # Where a watch tells live ranks from dead ones, a rank may wait for one that gets on.
 _PATIENCE = 10
+_UNWATCHED = (
+    "not every rank reaches the port of rank 0 that tells which rank has failed (a firewall?); one "
+    "that is killed or hangs would be noticed by gloo, without its name and file"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class World:
         local_size: Number of processes on this host, as far as the launcher says.
         data_group: The process group that carries weights.
         data_group_carries_device: Whether it takes the device's memory as it is.
+        notes: What the report must say.
     """
 
     rank: int
@@ -52,6 +57,7 @@ class World:
     local_size: int = 1
     data_group: Any = None
     data_group_carries_device: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -206,6 +212,7 @@ def _distributed(
     import torch.distributed as dist
 
     group = None
+    notes: tuple[str, ...] = ()
     try:
         rank, size = dist.get_rank(), dist.get_world_size()
         patience = 1 if watch is None or size == 1 else _PATIENCE
@@ -217,9 +224,11 @@ def _distributed(
             dist.destroy_process_group(group)
             group = _new_group(timeout_sec)
             control = Control(rank, size, group, timeout_sec=timeout_sec, watch=watch)
+            notes = (_UNWATCHED,)
         carries = device.type == "cpu" or _default_group_carries(device)
         data_group = group if device.type == "cpu" or not carries else dist.group.WORLD
-        yield World(rank, size, device, control, launched.local_size or 1, data_group, carries)
+        here = launched.local_size or 1
+        yield World(rank, size, device, control, here, data_group, carries, notes)
     finally:
         if watch is not None:
             watch.part()
