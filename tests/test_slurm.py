@@ -147,7 +147,9 @@ def test_two_steps_that_were_told_one_port(cluster: Cluster, truth: Truth, tmp_p
         if code == 0:
             assert_right(out, truth)
         else:
-            assert f"cannot listen on port {port}" in said, said
+            # The second, where one of its ranks came late, to a store that had just ended.
+            words = (f"cannot listen on port {port}", "was lost", "ranks came to")
+            assert any(text in said for text in words), said
             assert not out.exists()
     assert "Traceback" not in said, said
 
