@@ -174,18 +174,18 @@ def _add_moving(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--bucket-size",
-        metavar="SIZE",
+        metavar="auto|SIZE",
         help="what one round moves, all ranks together (default: auto)",
     )
     add(
         "--device-memory",
-        metavar="SIZE|PERCENT",
+        metavar="auto|SIZE|PERCENT",
         help="device memory that each rank may take, such as 20GB (bytes for each rank), or such "
         "as 40%% of what is free for it (default: auto, half of that)",
     )
     add(
         "--host-memory",
-        metavar="SIZE|PERCENT",
+        metavar="auto|SIZE|PERCENT",
         help="host memory that each rank's buffers may take, such as 2GB (bytes for each rank), or "
         "such as 40%% of what is free for it under the limits of cgroups, the machine and ulimit "
         "(default: auto, half of that at most)",
@@ -200,9 +200,9 @@ def _add_moving(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--timeout",
-        metavar="DURATION",
-        help="how long a rank may get nothing done, until all ranks end with a message that names "
-        "it and the file it works on (default: 30min)",
+        metavar="TIME",
+        help="how long (30min, or seconds) a rank may get nothing done, until all ranks end with a "
+        "message that names it and the file it works on (default: 30min)",
     )
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import resource
+import socket
 import sys
 import time
 import traceback
@@ -18,12 +19,18 @@ from typing import TYPE_CHECKING
 from dist_consolidate.api import run
 from dist_consolidate.arguments import parse
 from dist_consolidate.errors import Caught, ConsolidateError, UsageError
-from dist_consolidate.runtime.launched import Launched, find_launched
+from dist_consolidate.runtime.launched import Launched, find_launched, meeting_place
+from dist_consolidate.runtime.voice import Voice
 from dist_consolidate.runtime.watch import Stopped, Watch
 from dist_consolidate.units import format_bytes, plural
 
 if TYPE_CHECKING:
+    from dist_consolidate.options import Options
     from dist_consolidate.report import RankReport, Report
+
+_SAID = "dist-consolidate: error: "
+# How long a rank that has told of wrong arguments stays, for those that start later to hear of it.
+_LINGER_SEC = 1.0
 
 
 def _allow_many_files() -> None:
@@ -49,17 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Names may hold what the terminal's encoding does not.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # argparse writes for itself, on every rank alike; one rank's words are enough.
-    silence = contextlib.ExitStack()
-    if not leads:
-        silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
-    with silence:
-        try:
-            ckpt_dir, output_dir, options = parse(sys.argv[1:] if arguments is None else arguments)
-        except UsageError as error:
-            print(f"dist-consolidate: error: {error}", file=sys.stderr)
-            return error.exit_code
+    try:
+        ckpt_dir, output_dir, options = _parse(arguments, launched)
+    except UsageError as error:
+        return error.exit_code
     _allow_many_files()
     # What its C++ warns of, with pages of frames, is told in words here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -83,6 +83,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _parse(arguments: Sequence[str] | None, launched: Launched) -> tuple[str, str | None, Options]:
+    """Parse the arguments; of what is wrong with them one rank of a host speaks, whichever it is.
+
+    Raises:
+        UsageError: If they are wrong; it has been told.
+        SystemExit: From argparse.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    if launched.size == 1:
+        return _parse_loudly(given)
+    out, err = io.StringIO(), io.StringIO()
+    voice = Voice(f"arguments {meeting_place(launched)}")
+    try:
+        # argparse writes for itself.
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            found = _parse_loudly(given)
+    except (UsageError, SystemExit) as error:
+        is_wrong = isinstance(error, UsageError) or error.code
+        if launched.rank == 0:
+            sys.stdout.write(out.getvalue())
+        if is_wrong and not voice.is_taken():
+            who = f"rank {launched.rank} (on {socket.gethostname()}): " if launched.rank else ""
+            print(
+                err.getvalue().replace(_SAID, f"{_SAID}{who}"), file=sys.stderr, end="", flush=True
+            )
+            time.sleep(_LINGER_SEC)
+        raise
+    voice.close()
+    return found
+
+
+def _parse_loudly(arguments: Sequence[str]) -> tuple[str, str | None, Options]:
+    try:
+        return parse(arguments)
+    except UsageError as error:
+        print(f"{_SAID}{error}", file=sys.stderr)
+        raise
+
+
 def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Launched:
     """Tell which rank this is; what is wrong with the environment is told later, by every rank."""
     try:
@@ -100,7 +139,7 @@ def _tell(error: Exception, launched: Launched) -> None:
     local = isinstance(error, UsageError) and bool(launched.local_rank)
     silent = isinstance(error, ConsolidateError) and error.silent
     if not silent and (launched.rank == 0 or not (shared or local)):
-        print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
+        print(f"{_SAID}{text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and launched.launcher == "torchrun":
         # torchrun ends with a summary of its own, of the rank that ended first, whichever that

@@ -342,7 +342,10 @@ class _Run:
 
         output_dir = self.on_publisher(check)
         ranks = self.moving.forecast()
-        report = self.report(output_dir, ranks, self.plan.notes, [*clock, clock[-1], clock[-1]])
+        place = self.place.notes(None, output_dir)
+        place += self.place.forecast(self.moving.writers, output_dir)
+        notes = (*self.plan.notes, *place)
+        report = self.report(output_dir, ranks, notes, [*clock, clock[-1], clock[-1]])
         return dataclasses.replace(report, is_dry_run=True)
 
     def report(

@@ -61,6 +61,21 @@ class OutputPlace:
             notes.append(f"{output_dir}: is on {self.host} ({ranks_text([self.publisher])})")
         return notes
 
+    def forecast(self, writers: Sequence[int], output_dir: Path) -> list[str]:
+        """Say what shows only when the folder is made.
+
+        Args:
+            writers: The ranks that are to write.
+            output_dir: The output folder, which need not be there yet.
+        """
+        others = [rank for rank in writers if self.hosts[rank] != self.host]
+        if not others:
+            return []
+        return [
+            f"{output_dir}: will be made on {self.host}; {ranks_text(sorted(others))} on other "
+            "hosts will write only if they see it there"
+        ]
+
 
 def find_place(output_node: str | int | None, hosts: Sequence[str]) -> OutputPlace:
     """Settle which rank publishes; the folder is not looked at yet.

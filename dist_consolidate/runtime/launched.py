@@ -97,7 +97,10 @@ def _torchrun(environ: Mapping[str, str]) -> Launched | None:
     rank, size = (number(environ, name) for name in ("RANK", "WORLD_SIZE"))
     missing = [name for name in _TORCHRUN if name not in environ]
     if size > 1 and missing:
-        raise UsageError(f"{' and '.join(missing)} not set beside RANK; start with torchrun")
+        raise UsageError(
+            f"{' and '.join(missing)} not set beside RANK: start with "
+            "torchrun, or unset RANK and WORLD_SIZE"
+        )
     if not 0 <= rank < size:
         raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {size}")
     return Launched(
@@ -122,6 +125,39 @@ def _check_not_exported(environ: Mapping[str, str], found: Launched) -> None:
                 f"RANK is 0 and WORLD_SIZE is 1, but {name} is {environ[name]}: unset RANK and "
                 "WORLD_SIZE for a run of all of them, or say --launcher torchrun for one on its own"
             )
+
+
+def run_id(launched: Launched, environ: Mapping[str, str] = os.environ) -> str:
+    """Tell runs apart that may meet at one place.
+
+    Args:
+        launched: This rank.
+        environ: The environment.
+
+    Returns:
+        The same text on all ranks of a run, as far as their launcher tells.
+    """
+    names = {
+        "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    }.get(launched.launcher, ())
+    return "/".join([launched.launcher, *(environ.get(name, "") for name in names)])
+
+
+def meeting_place(launched: Launched, environ: Mapping[str, str] = os.environ) -> str:
+    """Name what the ranks of a run on one host have in common, before they have met.
+
+    Args:
+        launched: This rank.
+        environ: The environment.
+
+    Returns:
+        A text that other runs on the host do not have.
+    """
+    if launched.address is None:
+        # MPI's processes of a host have one parent, mpirun's daemon there.
+        return f"{launched.launcher} {os.getppid()}"
+    return f"{launched.address}:{launched.port} {run_id(launched, environ)}"
 
 
 def number(environ: Mapping[str, str], name: str, max_digits: int = 9) -> int:

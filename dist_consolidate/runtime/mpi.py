@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 from dist_consolidate.errors import Caught, ConsolidateError, RendezvousError, UsageError
 from dist_consolidate.runtime.interfaces import address_for
-from dist_consolidate.runtime.launched import Launched, number
+from dist_consolidate.runtime.launched import Launched, meeting_place, number
 from dist_consolidate.runtime.voice import Voice
 
 # Rank, size, local rank, local size. Sources: "Environment variables" in mpirun(1) of Open MPI,
@@ -109,8 +108,7 @@ def join(told: Launched) -> tuple[Launched, socket.socket | None]:
         RendezvousError: If mpi4py or its library is missing, or belongs to another MPI than
             mpirun, or rank 0 has no port to listen on.
     """
-    # All processes of a host have one parent, mpirun's daemon there.
-    voice = Voice(f"mpi {os.getppid()}")
+    voice = Voice(meeting_place(told))
     try:
         return _join(told)
     except ConsolidateError as error:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from dist_consolidate.errors import Caught, NoPortError, RendezvousError
 from dist_consolidate.runtime.hints import advice
 from dist_consolidate.runtime.interfaces import interface_problem
-from dist_consolidate.runtime.launched import Launched
+from dist_consolidate.runtime.launched import Launched, meeting_place, run_id
 from dist_consolidate.runtime.voice import Voice
 from dist_consolidate.units import format_duration, ranks_text
 
@@ -77,7 +77,7 @@ def meet(
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     deadline = time.monotonic() + timeout_sec
-    voice = Voice(f"{launched.address}:{launched.port} {run_id(launched)}")
+    voice = Voice(meeting_place(launched))
     try:
         found = _find_store(launched, timeout_sec, deadline, listening)
         # Steps of one job may be told one port, and an agent's store outlives a restart: neither
@@ -92,23 +92,6 @@ def meet(
         error.silent = voice.is_taken()
         raise
     return store
-
-
-def run_id(launched: Launched, environ: Mapping[str, str] = os.environ) -> str:
-    """Tell runs apart that may meet at one place.
-
-    Args:
-        launched: This rank.
-        environ: The environment.
-
-    Returns:
-        The same text on all ranks of a run, as far as their launcher tells.
-    """
-    names = {
-        "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-        "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    }.get(launched.launcher, ())
-    return "/".join([launched.launcher, *(environ.get(name, "") for name in names)])
 
 
 def _find_store(

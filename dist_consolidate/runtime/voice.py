@@ -62,6 +62,12 @@ class Voice:
                 target=_tell_all, args=[self._listening], name="consolidate-voice", daemon=True
             ).start()
 
+    def close(self) -> None:
+        """Leave it to others: this rank goes on, and says nothing here."""
+        for end in (self._listening, self._asking):
+            if end is not None:
+                end.close()
+
     def _settle(self) -> None:
         """Take the name, or reach the one who has it; neither, where it is just changing hands."""
         if self._asking is None:

@@ -11,7 +11,7 @@
 set -euo pipefail
 
 if (($# == 0)); then
-    echo "usage: bash step_in_job.sh CKPT_DIR [OUTPUT_DIR] [OPTION...]" >&2
+    echo "usage: bash launch/slurm/step_in_job.sh CKPT_DIR [OUTPUT_DIR] [OPTION...]" >&2
     exit 2
 fi
 if [[ -z "${SLURM_JOB_ID:-}" ]]; then
@@ -23,6 +23,7 @@ fi
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
 # --overlap: this step shares CPUs, memory and GPUs with what runs in the allocation (SLURM 20.11
-# or newer); without it, it would wait for the training step to end.
-exec srun --jobid="$SLURM_JOB_ID" --overlap ${NTASKS:+--ntasks="$NTASKS"} \
-    "${PYTHON:-python}" -m dist_consolidate "$@"
+# or newer); without it, it would wait for the training step to end. A task that is stopped for good
+# would keep the step, were it not for --kill-on-bad-exit.
+exec srun --jobid="$SLURM_JOB_ID" --overlap --kill-on-bad-exit=1 ${NTASKS:+--ntasks="$NTASKS"} \
+    "${PYTHON:-python}" -m dist_consolidate --launcher slurm "$@"

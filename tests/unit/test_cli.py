@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from dist_consolidate.cli import _summary, _tell, main
 from dist_consolidate.errors import CheckpointError, UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.report import RankReport, Report
-from dist_consolidate.runtime.launched import Launched
+from dist_consolidate.runtime.launched import Launched, meeting_place
+from dist_consolidate.runtime.voice import Voice
 from tests.cases import CASES, assert_same_bits, load_output
 from tests.synthetic import Param, Spec, write
 
@@ -39,12 +41,14 @@ def options(*arguments: str) -> Options:
     return parse(["run", *arguments])[2]
 
 
-def run_apart(*arguments: str, rank: str | None = None) -> subprocess.CompletedProcess[str]:
+def run_apart(
+    *arguments: str, rank: str | None = None, port: int = 29500
+) -> subprocess.CompletedProcess[str]:
     """Run the command line in an interpreter in which torch must stay unloaded."""
     environment = {k: v for k, v in os.environ.items() if k != "RANK"}
     if rank is not None:
         environment |= {"RANK": rank, "WORLD_SIZE": "2"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return subprocess.run(
         [sys.executable, "-c", WATCHED, *arguments],
         cwd=ROOT,
@@ -188,10 +192,36 @@ def test_usage_errors(arguments, words):
     assert words in last
 
 
-@pytest.mark.parametrize("arguments", [(), ("a", "--fromat"), ("a", "--writers", "0")])
-def test_other_ranks_are_silent_about_usage(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "are required: CKPT_DIR"),
+        (("a", "--fromat"), "unrecognized arguments: --fromat"),
+        (("a", "--writers", "0"), "--writers 0: must be"),
+    ],
+)
+def test_a_rank_whose_arguments_are_wrong_says_so(arguments, words):
+    """The others may have been given right ones, and would wait for it."""
     outcome = run_apart(*arguments, rank="1")
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    said = outcome.stderr.splitlines()[-1]
+    assert said.startswith(f"dist-consolidate: error: rank 1 (on {socket.gethostname()}): "), said
+    assert words in said
+
+
+def test_what_another_rank_has_said_is_not_repeated():
+    launched = Launched("torchrun", 0, 2, address="127.0.0.1", port=29501)
+    other = Voice(f"arguments {meeting_place(launched, {})}")
+    other.speak()
+    outcome = run_apart("a", "--fromat", rank="1", port=29501)
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (2, "", "")
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--print-config", 0)])
+def test_other_ranks_are_silent_about_the_rest(argument, code):
+    outcome = run_apart(argument, rank="1")
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (code, "", "")
+    assert run_apart(argument, rank="0").stdout
 
 
 # What it does.
