@@ -51,6 +51,9 @@ def consolidate(
     launcher: str = "auto",
     rendezvous_timeout: str | float = "5min",
     timeout: str | float = "30min",
+    digest: str = "xxh3",
+    sha256: bool = False,
+    verify: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Report:
@@ -105,6 +108,10 @@ def consolidate(
             does not: ``auto``, ``torchrun``, ``slurm``, ``mpi`` or ``none``.
         rendezvous_timeout: How long the command line's ranks wait for each other at the start.
         timeout: How long ranks wait for one that gets nothing done: seconds, or as ``"30min"``.
+        digest: ``xxh3`` for a digest of every tensor in ``consolidation.json``, or ``none``.
+        sha256: Note the SHA-256 of every file there, too; the result is read once more for it.
+        verify: In the end, compare the result with its manifest and with the checkpoint (see
+            :func:`verify`); what differs is raised as an error, and the result stays.
         overwrite: Replace an earlier result.
         dry_run: Plan only; nothing is written, and the report says what would be.
 
@@ -145,6 +152,9 @@ def consolidate(
             "launcher": launcher,
             "rendezvous_timeout": rendezvous_timeout,
             "timeout": timeout,
+            "digest": digest,
+            "sha256": sha256,
+            "verify": verify,
             "overwrite": overwrite,
             "dry_run": dry_run,
         }

@@ -131,6 +131,24 @@ def _add_result(group: argparse._ArgumentGroup) -> None:
         action="append",
         help="write the optimizer's states (Adam's moments), too, into `optimizer_states`",
     )
+    add(
+        "--digest",
+        choices=CHOICES["digest"],
+        help="xxh3: note a digest (XXH3, 128 bits) of every tensor in consolidation.json, computed "
+        "beside the writing (default: xxh3)",
+    )
+    add(
+        "--sha256",
+        action="store_true",
+        help="note the SHA-256 of every file there, too, as the Hugging Face Hub shows it; reads "
+        "the result once more",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="in the end, compare the result with consolidation.json and, bit for bit, with the "
+        "shards; exit code 5 if anything differs (the result stays)",
+    )
     add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
     add("--dry-run", action="store_true", help="say what would be written; write nothing")
 

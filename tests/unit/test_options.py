@@ -55,6 +55,9 @@ def test_defaults():
         "launcher": "auto",
         "rendezvous_timeout": "5min",
         "timeout": "30min",
+        "digest": "xxh3",
+        "sha256": False,
+        "verify": False,
         "overwrite": False,
         "dry_run": False,
     }
