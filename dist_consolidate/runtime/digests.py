@@ -114,7 +114,7 @@ class Digests:
         for inside in self._files.values():
             inside.sort(key=lambda tensor: tensor.place.start_bytes)
         self._turn = threading.Condition()
-        self._stopped = False
+        self._let_go = self._stopped = False
         self._descriptors: dict[int, int] = {}
         self._room = threading.local()
         self._watch = Stopwatch()
@@ -151,11 +151,15 @@ class Digests:
             self._wait_for_turn(item[0], item[1])
             self._take(*item, patient=False)
 
-    def stop(self) -> None:
-        """Let nobody wait any more: the run has failed."""
+    def let_go(self) -> None:
+        """Let no thread wait for another any more: all is written, or one of them has failed."""
         with self._turn:
-            self._stopped = True
+            self._let_go = True
             self._turn.notify_all()
+
+    def stop(self) -> None:
+        """Ask :meth:`finish` to end early: the run has failed."""
+        self._stopped = True
 
     def finish(self) -> tuple[Digest, ...]:
         """Digest what is left, once every rank has written and synced everything.
@@ -212,7 +216,7 @@ class Digests:
             if high <= tensor.at_bytes:
                 return True
             if tensor.busy or low > tensor.at_bytes:
-                if patient and view is not None and not self._stopped:
+                if patient and view is not None and not self._let_go:
                     return False
                 tensor.add_early(low, high)
                 return True
@@ -222,7 +226,7 @@ class Digests:
             while (early := self._next_early(tensor)) is not None:
                 self._digest(tensor, *early, None)
         except BaseException:
-            self.stop()
+            self.let_go()
             raise
         return True
 
@@ -237,7 +241,7 @@ class Digests:
 
     def _wait_for_turn(self, tensor: _Progress, low: int) -> None:
         with self._turn:
-            while (tensor.busy or low > tensor.at_bytes) and not self._stopped:
+            while (tensor.busy or low > tensor.at_bytes) and not self._let_go:
                 self._turn.wait()
 
     def _digest(self, tensor: _Progress, low: int, high: int, view: memoryview | None) -> None:

@@ -113,7 +113,7 @@ class DirectMove:
         """Ask the threads to end after what they have begun."""
         self._stop.set()
         if self._work.digests is not None:
-            self._work.digests.stop()
+            self._work.digests.let_go()
 
     def run(self) -> MoveResult:
         """Read and write everything, and wait until it is on disk.

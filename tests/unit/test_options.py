@@ -259,6 +259,9 @@ io = "buffered"
 launcher = "mpi"
 rendezvous_timeout = "90s"
 timeout = "5min"
+digest = "none"
+sha256 = true
+verify = true
 overwrite = true
 dry_run = true
 """
