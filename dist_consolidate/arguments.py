@@ -18,10 +18,12 @@ the model. Start one process, or one per GPU with torchrun, srun or mpirun:
 
     torchrun --nproc_per_node=4 -m dist_consolidate CKPT_DIR [OUTPUT_DIR]
     srun --ntasks-per-node=4 --gpus-per-task=1 python -m dist_consolidate CKPT_DIR [OUTPUT_DIR]
+
+To verify a result: dist-consolidate verify OUTPUT_DIR [CKPT_DIR] (see verify --help).
 """
 _EPILOG = """\
 exit codes: 0 done, 2 usage, 3 checkpoint incomplete or unreadable, 4 not enough disk or memory,
-130 and 143 stopped by SIGINT and SIGTERM, 1 anything else
+5 the result differs (verify), 130 and 143 stopped by SIGINT and SIGTERM, 1 anything else
 """
 
 

@@ -11,18 +11,20 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_consolidate.api import run
+from dist_consolidate.api import run, run_verify
 from dist_consolidate.arguments import parse
 from dist_consolidate.errors import Caught, ConsolidateError, UsageError
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.watch import Stopped, Watch
 from dist_consolidate.units import format_bytes, plural
+from dist_consolidate.verifying.arguments import COMMAND, parse_verify
 
 if TYPE_CHECKING:
+    from dist_consolidate.options import Options
     from dist_consolidate.report import RankReport, Report
 
 
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
     with silence:
         try:
-            ckpt_dir, output_dir, options = parse(sys.argv[1:] if arguments is None else arguments)
+            action, options = _request(sys.argv[1:] if arguments is None else arguments)
         except UsageError as error:
             print(f"dist-consolidate: error: {error}", file=sys.stderr)
             return error.exit_code
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with watch:
         try:
             with (caught := Caught()):
-                report = run(ckpt_dir, output_dir, options, launch=True, watch=watch)
+                lines = action(watch)
         except Stopped as stop:
             watch.tell(watch.settle(stop))
             return watch.code
@@ -76,9 +78,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             watch.tell(caught.error)
             return watch.code
     if leads:
-        for line in _summary(report):
+        for line in lines:
             print(line)
     return 0
+
+
+def _request(arguments: Sequence[str]) -> tuple[Callable[[Watch], list[str]], Options]:
+    """Give what is to be done, which ends with lines for people, and the options."""
+    if arguments[:1] == [COMMAND]:
+        folder, source, chosen = parse_verify(arguments[1:])
+        return (
+            lambda watch: run_verify(folder, source, chosen, launch=True, watch=watch).lines(),
+            chosen,
+        )
+    ckpt_dir, output_dir, options = parse(arguments)
+    if ckpt_dir == COMMAND:
+        raise UsageError(
+            f"{COMMAND}: must stand in front of all other arguments to verify a result; a folder "
+            f"of that name is reached as ./{COMMAND}"
+        )
+    return (
+        lambda watch: _summary(run(ckpt_dir, output_dir, options, launch=True, watch=watch)),
+        options,
+    )
 
 
 def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Launched:
@@ -123,6 +145,7 @@ def _summary(report: Report) -> list[str]:
         lines.append(f"ties: {', '.join(pairs[:5])}{more}")
     lines += [f"note: {note}" for note in report.notes]
     lines += _left_out(report)
+    lines += report.verified
     return lines + (_forecast(report) if report.is_dry_run else _times(report))
 
 

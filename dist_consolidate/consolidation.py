@@ -241,7 +241,8 @@ class _Run:
             reports = self._rank_reports(results), (*notes, *told)
             publication.publish(self.last)
             self.published = reports
-            self.world.control.finish()
+            if not self.options.verify:
+                self.world.control.finish()
             return reports
 
         try:
