@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -372,6 +373,7 @@ def test_sha256_alone_finds_a_flipped_bit(ckpt, tmp_path):
 
 def test_a_manifest_from_a_stranger_leads_nowhere_else(copy):
     folder = copy("one")
+    shutil.copytree(folder, folder.parent / "good")
     (folder.parent / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     for name in ("../model.safetensors", "/etc/passwd", "consolidation.json", "x/../y.bin"):
         content = manifest_of(folder)
@@ -386,6 +388,15 @@ def test_a_manifest_from_a_stranger_leads_nowhere_else(copy):
         assert len(texts(verify(folder))) >= 1
     (folder / "consolidation.json").write_text("[" * 100_000)
     assert "is no JSON" in texts(verify(folder))[0]
+    for key, value in (("xxh3_128", [1]), ("tied_to", {}), ("shape", [-1]), ("dtype", "int3")):
+        content = manifest_of(folder.parent / "good")
+        content["tensors"]["a.weight"][key] = value
+        write_manifest(folder, content)
+        assert "does not say what a manifest says" in texts(verify(folder))[0]
+    (folder / "consolidation.json").unlink()
+    os.mkfifo(folder / "consolidation.json")
+    with pytest.raises(UsageError, match="is no regular file"):
+        verify(folder)
 
 
 # The 16-bit weights beside the masters.

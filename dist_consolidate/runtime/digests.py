@@ -30,6 +30,8 @@ from dist_consolidate.runtime.threads import in_threads
 # What is read back at once, by each thread that does: it stays in the core's own cache.
 _BLOCK_BYTES = 1 << 20
 _FINISHING_THREADS = 4
+# Who waits for another thread reads back after all when nothing at all is digested for so long.
+_PATIENCE_SEC = 5.0
 # What a tensor without elements has.
 EMPTY_DIGEST = xxhash.xxh3_128(b"").hexdigest()
 
@@ -242,7 +244,9 @@ class Digests:
     def _wait_for_turn(self, tensor: _Progress, low: int) -> None:
         with self._turn:
             while (tensor.busy or low > tensor.at_bytes) and not self._let_go:
-                self._turn.wait()
+                done = self.num_bytes_done
+                if not self._turn.wait(_PATIENCE_SEC) and done == self.num_bytes_done:
+                    return
 
     def _digest(self, tensor: _Progress, low: int, high: int, view: memoryview | None) -> None:
         """Digest a range that begins where the digest stands, or before; by one thread."""

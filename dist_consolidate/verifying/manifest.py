@@ -105,6 +105,8 @@ def read_manifest(output_dir: Path) -> Manifest | str:
         UsageError: If there is none.
     """
     path = output_dir / MANIFEST_NAME
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file")
     try:
         with path.open("rb") as stream:
             data = stream.read(_MAX_BYTES)
@@ -119,7 +121,7 @@ def read_manifest(output_dir: Path) -> Manifest | str:
         return f"is damaged: it is no JSON ({error})"
     try:
         return _manifest(content, _damage(data, content))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         return f"is damaged: it does not say what a manifest says ({error!r})"
 
 
@@ -158,8 +160,15 @@ def _entry(state: str, name: str, facts: Mapping[str, Any]) -> Entry:
     shape = tuple(facts["shape"])
     if facts["dtype"] not in BY_NAME or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"{name}: {facts['dtype']} {shape}")
-    file, digest, tied = str(facts["file"]), facts.get(DIGEST_KEY), facts.get("tied_to")
+    file, digest, tied = str(facts["file"]), _text(facts, DIGEST_KEY), _text(facts, "tied_to")
     return Entry(state, name, file, str(facts["dtype"]), shape, digest, tied)
+
+
+def _text(facts: Mapping[str, Any], key: str) -> str | None:
+    value = facts.get(key)
+    if not isinstance(value, str | None):
+        raise TypeError(f"{key}: {value!r}")
+    return value
 
 
 def _file(name: str, facts: Mapping[str, Any]) -> FileFacts:
@@ -169,5 +178,5 @@ def _file(name: str, facts: Mapping[str, Any]) -> FileFacts:
     num_bytes = facts["num_bytes"]
     if type(num_bytes) is not int:
         raise ValueError(f"{name}: {num_bytes!r} bytes")
-    digest = facts.get(DIGEST_KEY if is_index_file(name) else REST_KEY)
-    return FileFacts(num_bytes, digest, facts.get("sha256"))
+    digest = _text(facts, DIGEST_KEY if is_index_file(name) else REST_KEY)
+    return FileFacts(num_bytes, digest, _text(facts, "sha256"))

@@ -157,7 +157,7 @@ def test_what_other_ranks_write_is_read_at_the_end(tmp_path):
 
 def test_a_file_that_ended_early_is_told(tmp_path):
     (path,) = files_in(tmp_path)
-    digests = Digests([path], places(0))
+    digests = Digests([path], [places(0)[2]])
     path.write_bytes(CONTENT[: HEADER + 5000])
     with pytest.raises(ConsolidateError, match=f"file-0: ended at byte {HEADER + 5000} when"):
         digests.finish()
@@ -169,3 +169,27 @@ def test_a_file_that_is_gone_is_told_by_its_name(tmp_path):
     path.unlink()
     with pytest.raises(FileNotFoundError, match="file-0"):
         digests.written(0, 0, 5000)
+
+
+def test_a_thread_waits_in_vain_only_so_long(tmp_path, monkeypatch):
+    """Nobody comes with what stands before: then it is read in the end, and nothing hangs."""
+    monkeypatch.setattr(module, "_PATIENCE_SEC", 0.05)
+    (path,) = files_in(tmp_path)
+    path.write_bytes(CONTENT)
+    digests = Digests([path], places(0), in_order=True)
+    low = HEADER + 10_000
+    digests.written(0, low, len(CONTENT), view(low, len(CONTENT)))
+    assert found(digests) == expected()
+
+
+def test_what_an_earlier_run_left_is_told_first(tmp_path):
+    """Threads that take turns find the ranges that are there already; some are written again."""
+    (path,) = files_in(tmp_path)
+    path.write_bytes(CONTENT)
+    digests = Digests([path], places(0), in_order=True)
+    for low, high in ((0, 20_000), (30_000, 40_000)):
+        digests.written(0, low, high)
+    for low, high in ((20_000, 30_000), (35_000, 50_000), (50_000, len(CONTENT))):
+        digests.written(0, low, high, view(low, high))
+    assert digests.num_bytes_done == sum(SIZES)
+    assert found(digests) == expected()
