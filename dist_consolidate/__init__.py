@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dist_consolidate._version import __version__
-from dist_consolidate.api import consolidate, open_checkpoint
+from dist_consolidate.api import consolidate, open_checkpoint, verify
 from dist_consolidate.errors import (
     CheckpointError,
     ConsolidateError,
+    DifferenceError,
     RankError,
     ResourceError,
     UnsupportedLayoutError,
@@ -16,6 +17,7 @@ from dist_consolidate.errors import (
 __all__ = [
     "CheckpointError",
     "ConsolidateError",
+    "DifferenceError",
     "RankError",
     "ResourceError",
     "UnsupportedLayoutError",
@@ -23,4 +25,5 @@ __all__ = [
     "__version__",
     "consolidate",
     "open_checkpoint",
+    "verify",
 ]

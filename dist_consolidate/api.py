@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dist_consolidate.errors import ConsolidateError, UsageError
 from dist_consolidate.options import Options, make_options
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from dist_consolidate.lazy import LazyCheckpoint
     from dist_consolidate.report import Report
     from dist_consolidate.runtime.watch import Watch
+    from dist_consolidate.runtime.world import World
+    from dist_consolidate.verifying.findings import VerifyReport
 
 StrPath = str | os.PathLike[str]
+_T = TypeVar("_T")
 
 
 def consolidate(
@@ -51,6 +54,9 @@ def consolidate(
     launcher: str = "auto",
     rendezvous_timeout: str | float = "5min",
     timeout: str | float = "30min",
+    digest: str = "xxh3",
+    sha256: bool = False,
+    verify: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Report:
@@ -105,6 +111,10 @@ def consolidate(
             does not: ``auto``, ``torchrun``, ``slurm``, ``mpi`` or ``none``.
         rendezvous_timeout: How long the command line's ranks wait for each other at the start.
         timeout: How long ranks wait for one that gets nothing done: seconds, or as ``"30min"``.
+        digest: ``xxh3`` for a digest of every tensor in ``consolidation.json``, or ``none``.
+        sha256: Note the SHA-256 of every file there, too; the result is read once more for it.
+        verify: In the end, compare the result with its manifest and with the checkpoint (see
+            :func:`verify`); what differs is raised as an error, and the result stays.
         overwrite: Replace an earlier result.
         dry_run: Plan only; nothing is written, and the report says what would be.
 
@@ -145,6 +155,9 @@ def consolidate(
             "launcher": launcher,
             "rendezvous_timeout": rendezvous_timeout,
             "timeout": timeout,
+            "digest": digest,
+            "sha256": sha256,
+            "verify": verify,
             "overwrite": overwrite,
             "dry_run": dry_run,
         }
@@ -186,9 +199,25 @@ def run(
         ConsolidateError: As :func:`consolidate`.
     """
     from dist_consolidate.consolidation import run_consolidation
-    from dist_consolidate.runtime.world import join_world
+    from dist_consolidate.verifying.after import verify_result
 
     target = None if output_dir is None else Path(output_dir)
+
+    def action(world: World) -> Report:
+        report = run_consolidation(Path(ckpt_dir), target, options, world)
+        if options.verify and not report.is_dry_run:
+            report = verify_result(Path(ckpt_dir), report, options, world.control)
+        return report
+
+    return _in_world(action, options, launch=launch, watch=watch)
+
+
+def _in_world(
+    action: Callable[[World], _T], options: Options, *, launch: bool, watch: Watch | None
+) -> _T:
+    """Do something with all ranks; what goes wrong is told before any rank leaves."""
+    from dist_consolidate.runtime.world import join_world
+
     lean = options.device != "cuda" and options.transport in ("auto", "direct")
     with join_world(
         options.device,
@@ -200,13 +229,92 @@ def run(
         watch=watch,
     ) as world:
         try:
-            return run_consolidation(Path(ckpt_dir), target, options, world)
+            return action(world)
         except BaseException as error:
             if watch is not None:
                 watch.tell(watch.settle(error))
             if isinstance(error, ConsolidateError) and error.agreed:
                 world.control.part()
             raise
+
+
+def verify(
+    output_dir: StrPath,
+    ckpt_dir: StrPath | None = None,
+    *,
+    tag: str | None = None,
+    search_dir: StrPath | Sequence[StrPath] = (),
+    tp_rules: StrPath | None = None,
+    hf_config: StrPath | None = None,
+    timeout: str | float = "30min",
+) -> VerifyReport:
+    """Verify a result: against its manifest, and bit for bit against the checkpoint.
+
+    As with :func:`consolidate`, call it in one plain process or in every rank of an initialized
+    process group. Which options shaped the result is in its manifest.
+
+    Args:
+        output_dir: The folder of a result.
+        ckpt_dir: The checkpoint to compare with; by default only the manifest is.
+        tag: Tag to read; by default the one that the manifest names.
+        search_dir: As :func:`consolidate`.
+        tp_rules: By default the file that the manifest names.
+        hf_config: By default the one that the manifest names.
+        timeout: As :func:`consolidate`.
+
+    Returns:
+        What was found, on every rank. If ``differences`` is empty, all is as it must be;
+        ``raise_if_different()`` raises a :class:`DifferenceError` otherwise.
+
+    Raises:
+        ConsolidateError: If it could not be verified.
+    """
+    values = {
+        "tag": tag,
+        "search_dir": _paths(search_dir),
+        "tp_rules": None if tp_rules is None else os.fspath(tp_rules),
+        "hf_config": None if hf_config is None else os.fspath(hf_config),
+        "timeout": timeout,
+    }
+    options = make_options({"device": "cpu", **values})
+    return run_verify(output_dir, ckpt_dir, options, launch=False)
+
+
+def run_verify(
+    output_dir: StrPath,
+    ckpt_dir: StrPath | None,
+    options: Options,
+    *,
+    launch: bool,
+    watch: Watch | None = None,
+) -> VerifyReport:
+    """Verify with options made already.
+
+    Args:
+        output_dir: As :func:`verify`.
+        ckpt_dir: As :func:`verify`.
+        options: Tag, search folders and rules, and how the ranks meet.
+        launch: As :func:`run`.
+        watch: As :func:`run`.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ConsolidateError: As :func:`verify`.
+        DifferenceError: If something differs, where the ranks were started by a launcher.
+    """
+    from dist_consolidate.verifying.after import verify_folder
+
+    checkpoint_dir = None if ckpt_dir is None else Path(ckpt_dir)
+
+    def action(world: World) -> VerifyReport:
+        report = verify_folder(Path(output_dir), checkpoint_dir, options, world.control)
+        if launch:
+            report.raise_if_different()
+        return report
+
+    return _in_world(action, options, launch=launch, watch=watch)
 
 
 def open_checkpoint(

@@ -18,10 +18,12 @@ the model. Start one process, or one per GPU with torchrun, srun or mpirun:
 
     torchrun --nproc_per_node=4 -m dist_consolidate CKPT_DIR [OUTPUT_DIR]
     srun --ntasks-per-node=4 --gpus-per-task=1 python -m dist_consolidate CKPT_DIR [OUTPUT_DIR]
+
+To verify a result: dist-consolidate verify OUTPUT_DIR [CKPT_DIR] (see verify --help).
 """
 _EPILOG = """\
 exit codes: 0 done, 2 usage, 3 checkpoint incomplete or unreadable, 4 not enough disk or memory,
-130 and 143 stopped by SIGINT and SIGTERM, 1 anything else
+5 the result differs (verify), 130 and 143 stopped by SIGINT and SIGTERM, 1 anything else
 """
 
 
@@ -130,6 +132,24 @@ def _add_result(group: argparse._ArgumentGroup) -> None:
         choices=INCLUDES,
         action="append",
         help="write the optimizer's states (Adam's moments), too, into `optimizer_states`",
+    )
+    add(
+        "--digest",
+        choices=CHOICES["digest"],
+        help="xxh3: note a digest (XXH3, 128 bits) of every tensor in consolidation.json, computed "
+        "beside the writing (default: xxh3)",
+    )
+    add(
+        "--sha256",
+        action="store_true",
+        help="note the SHA-256 of every file there, too, as the Hugging Face Hub shows it; reads "
+        "the result once more",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="in the end, compare the result with consolidation.json and, bit for bit, with the "
+        "shards; exit code 5 if anything differs (the result stays)",
     )
     add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
     add("--dry-run", action="store_true", help="say what would be written; write nothing")

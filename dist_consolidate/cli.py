@@ -8,29 +8,25 @@ import itertools
 import json
 import os
 import resource
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_consolidate.api import run
+from dist_consolidate.api import run, run_verify
 from dist_consolidate.arguments import parse
 from dist_consolidate.errors import Caught, ConsolidateError, UsageError
-from dist_consolidate.runtime.launched import Launched, find_launched, meeting_place
-from dist_consolidate.runtime.voice import Voice
+from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.watch import Stopped, Watch
+from dist_consolidate.speaking import SAID, parsed
 from dist_consolidate.units import format_bytes, plural
+from dist_consolidate.verifying.arguments import COMMAND, parse_verify
 
 if TYPE_CHECKING:
     from dist_consolidate.options import Options
     from dist_consolidate.report import RankReport, Report
-
-_SAID = "dist-consolidate: error: "
-# How long a rank that has told of wrong arguments stays, for those that start later to hear of it.
-_LINGER_SEC = 1.0
 
 
 def _allow_many_files() -> None:
@@ -51,13 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     launched = _launched()
-    leads = launched.rank == 0
     for stream in (sys.stdout, sys.stderr):
         # Names may hold what the terminal's encoding does not.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        ckpt_dir, output_dir, options = _parse(arguments, launched)
+        action, options = parsed(lambda: _request(given), launched)
     except UsageError as error:
         return error.exit_code
     _allow_many_files()
@@ -70,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with watch:
         try:
             with (caught := Caught()):
-                report = run(ckpt_dir, output_dir, options, launch=True, watch=watch)
+                lines = action(watch)
         except Stopped as stop:
             watch.tell(watch.settle(stop))
             return watch.code
@@ -78,48 +74,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             watch.tell(caught.error)
             return watch.code
     if leads:
-        for line in _summary(report):
+        for line in lines:
             print(line)
     return 0
 
 
-def _parse(arguments: Sequence[str] | None, launched: Launched) -> tuple[str, str | None, Options]:
-    """Parse the arguments; of what is wrong with them one rank of a host speaks, whichever it is.
-
-    Raises:
-        UsageError: If they are wrong; it has been told.
-        SystemExit: From argparse.
-    """
-    given = sys.argv[1:] if arguments is None else arguments
-    if launched.size == 1:
-        return _parse_loudly(given)
-    out, err = io.StringIO(), io.StringIO()
-    voice = Voice(f"arguments {meeting_place(launched)}")
-    try:
-        # argparse writes for itself.
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            found = _parse_loudly(given)
-    except (UsageError, SystemExit) as error:
-        is_wrong = isinstance(error, UsageError) or error.code
-        if launched.rank == 0:
-            sys.stdout.write(out.getvalue())
-        if is_wrong and not voice.is_taken():
-            who = f"rank {launched.rank} (on {socket.gethostname()}): " if launched.rank else ""
-            print(
-                err.getvalue().replace(_SAID, f"{_SAID}{who}"), file=sys.stderr, end="", flush=True
-            )
-            time.sleep(_LINGER_SEC)
-        raise
-    voice.close()
-    return found
-
-
-def _parse_loudly(arguments: Sequence[str]) -> tuple[str, str | None, Options]:
-    try:
-        return parse(arguments)
-    except UsageError as error:
-        print(f"{_SAID}{error}", file=sys.stderr)
-        raise
+def _request(arguments: Sequence[str]) -> tuple[Callable[[Watch], list[str]], Options]:
+    """Give what is to be done, which ends with lines for people, and the options."""
+    if arguments[:1] == [COMMAND]:
+        folder, source, chosen = parse_verify(arguments[1:])
+        return (
+            lambda watch: run_verify(folder, source, chosen, launch=True, watch=watch).lines(),
+            chosen,
+        )
+    ckpt_dir, output_dir, options = parse(arguments)
+    if ckpt_dir == COMMAND:
+        raise UsageError(
+            f"{COMMAND}: must stand in front of all other arguments to verify a result; a folder "
+            f"of that name is reached as ./{COMMAND}"
+        )
+    return (
+        lambda watch: _summary(run(ckpt_dir, output_dir, options, launch=True, watch=watch)),
+        options,
+    )
 
 
 def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Launched:
@@ -139,7 +116,7 @@ def _tell(error: Exception, launched: Launched) -> None:
     local = isinstance(error, UsageError) and bool(launched.local_rank)
     silent = isinstance(error, ConsolidateError) and error.silent
     if not silent and (launched.rank == 0 or not (shared or local)):
-        print(f"{_SAID}{text}", file=sys.stderr, flush=True)
+        print(f"{SAID}{text}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and launched.launcher == "torchrun":
         # torchrun ends with a summary of its own, of the rank that ended first, whichever that
@@ -164,6 +141,7 @@ def _summary(report: Report) -> list[str]:
         lines.append(f"ties: {', '.join(pairs[:5])}{more}")
     lines += [f"note: {note}" for note in report.notes]
     lines += _left_out(report)
+    lines += report.verified
     return lines + (_forecast(report) if report.is_dry_run else _times(report))
 
 

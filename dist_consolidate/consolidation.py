@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dist_consolidate._version import __version__
+from dist_consolidate.digesting import DIGEST_KEY, file_facts, rest_digest
 from dist_consolidate.doing import Doing
 from dist_consolidate.errors import Caught, RankError, UsageError
 from dist_consolidate.likeness import check_alike
@@ -30,6 +31,7 @@ from dist_consolidate.plan.outputs import OutputFile
 from dist_consolidate.plan.plan import Plan, PlannedTensor
 from dist_consolidate.planning import Planned, on_rank, on_rank_0, plan_together
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
+from dist_consolidate.runtime.digests import EMPTY_DIGEST
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
 
@@ -115,6 +117,8 @@ class _Run:
     # On the rank that publishes, once they are there.
     made: Publication | None = None
     published: tuple[tuple[RankReport, ...], tuple[str, ...]] | None = None
+    # Of each stored tensor, by its file and its index there.
+    digests: dict[tuple[int, int], str]
 
     def __init__(
         self, planned: Planned, options: Options, world: World, place: OutputPlace
@@ -218,22 +222,27 @@ class _Run:
         def publish() -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
             moved = [item for item, _ in results]
             notes = (*self.plan.notes, *self._overflows(moved))
-            ledgers = self._ledgers(moved)
+            self.digests = {(d.file, d.tensor): d.text for item in moved for d in item.digests}
+            ledgers, rests = self._ledgers(moved), {}
             for file, layout, ledger in zip(self.plan.files, self.layouts, ledgers, strict=True):
-                if layout.needs_crc:
-                    crcs = ledger.tensor_crcs(file.tensors)
-                    path = publication.work_dir / file.name
-                    _write_blocks(path, layout.finishing_blocks(crcs))
-            publication.write_file(MANIFEST_NAME, self._manifest(notes))
-            for name, files in self._indexes().items():
-                publication.write_file(name, index_json(files))
+                crcs = ledger.tensor_crcs(file.tensors) if layout.needs_crc else ()
+                blocks = layout.finishing_blocks(crcs)
+                if blocks:
+                    _write_blocks(publication.work_dir / file.name, blocks)
+                rests[file.name] = self._rest_digest(layout, blocks)
+            indexes = {name: index_json(files) for name, files in self._indexes().items()}
+            for name, content in indexes.items():
+                publication.write_file(name, content)
+            facts = file_facts(self.options, publication.work_dir, rests, indexes)
+            publication.write_file(MANIFEST_NAME, self._manifest(notes, facts))
             default = self.world.size if self.moving.transport == "direct" else None
             wanted = self.options.num_writers(self.world.size) or default
             told = self.place.notes(wanted, publication.output_dir)
             reports = self._rank_reports(results), (*notes, *told)
             publication.publish(self.last)
             self.published = reports
-            self.world.control.finish()
+            if not self.options.verify:
+                self.world.control.finish()
             return reports
 
         try:
@@ -270,7 +279,10 @@ class _Run:
         text = f"fp16 ends at 65504; infinities were written in {', '.join(names)}"
         return [text] if names else []
 
-    def _manifest(self, notes: Sequence[str]) -> bytes:
+    def _rest_digest(self, layout: FileLayout, blocks: Sequence[tuple[int, bytes]]) -> str:
+        return "" if self.options.digest == "none" else rest_digest(layout, blocks)
+
+    def _manifest(self, notes: Sequence[str], files: dict[str, dict[str, object]]) -> bytes:
         chosen = {name: getattr(self.options, name) for name in _SHAPING}
         facts = {k: v for k, v in self.planned.facts.items() if k != "tag_chosen"}
         return manifest_json(
@@ -281,7 +293,9 @@ class _Run:
             tensors=self._tensor_facts(),
             left_out={name: self._why_left_out(name) for name in self.plan.left_out},
             notes=notes,
+            files=files,
             optimizer=self._optimizer_facts(),
+            with_digest=self.options.digest != "none",
         )
 
     def _why_left_out(self, name: str) -> str:
@@ -304,13 +318,17 @@ class _Run:
         return facts
 
     def _facts_of(self, tensor: PlannedTensor) -> dict[str, object]:
-        return {
+        facts: dict[str, object] = {
             "dtype": tensor.dtype.name,
             "shape": list(tensor.source.shape),
             "file": self.plan.files[tensor.targets[0][0]].name,
             "source": tensor.source.origin,
             "source_dtype": tensor.source.dtype.name,
         }
+        if self.options.digest != "none":
+            empty = not tensor.source.num_numel
+            facts[DIGEST_KEY] = EMPTY_DIGEST if empty else self.digests[tensor.targets[0]]
+        return facts
 
     def _optimizer_facts(self) -> dict[str, object] | None:
         """Give what the manifest says of the optimizer; ``None`` where nobody asked."""

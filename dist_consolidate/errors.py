@@ -43,6 +43,12 @@ class ResourceError(ConsolidateError):
     exit_code = 4
 
 
+class DifferenceError(ConsolidateError):
+    """A result is not what its manifest or the checkpoint says (exit code 5)."""
+
+    exit_code = 5
+
+
 class RankError(ConsolidateError):
     """Another rank failed; carries that rank's message and exit code, so that all ranks agree."""
 

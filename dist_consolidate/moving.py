@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from dist_consolidate.digesting import closing_digests, finish_together, make_digests
 from dist_consolidate.errors import UsageError
 from dist_consolidate.options import Options
 from dist_consolidate.output.layout import FileLayout
@@ -16,6 +17,7 @@ from dist_consolidate.plan.owners import Owners, deal_out
 from dist_consolidate.planning import Planned, on_rank_0
 from dist_consolidate.report import RankReport
 from dist_consolidate.runtime.budget import Wanted, make_budget, read_all
+from dist_consolidate.runtime.digests import Digests
 from dist_consolidate.runtime.direct import DirectMove, DirectWork, widest_cast
 from dist_consolidate.runtime.direct_budget import (
     MAX_THREADS,
@@ -121,6 +123,7 @@ class _Direct:
         self._maps = [
             FileMap(layout.num_bytes, layout.blocks, layout.data_offset_bytes) for layout in layouts
         ]
+        self._layouts = layouts
         self._checksums = any(layout.needs_crc for layout in layouts)
         dealt = deal_out([layout.num_bytes for layout in layouts], len(self.writers))
         self._owned = by_rank(dealt, self.writers, world.size)
@@ -162,6 +165,10 @@ class _Direct:
             share, num_threads = Share(self._plan, self._maps, [], 1), 1
         else:
             share, num_threads = self._share(rank), self._settled.crews[rank].num_threads
+        owned = self._owned[rank]
+        digests = make_digests(
+            self._options, self._plan, self._layouts, owned, paths, in_order=True
+        )
         work = DirectWork(
             folder=self._planned.folder.folders,
             file_bytes={shard.name: shard.num_bytes for shard in self._planned.folder.shards},
@@ -171,9 +178,12 @@ class _Direct:
             checksums=self._checksums,
             io=self._options.io,
             num_threads=num_threads,
+            digests=digests,
         )
-        move = DirectMove(work)
-        return self._world.control.together(move.run, move.stop, move.progress)
+        move, control = DirectMove(work), self._world.control
+        with closing_digests(digests):
+            result = control.together(move.run, move.stop, move.progress)
+            return finish_together(result, digests, control)
 
 
 def _num_threads(readings: Sequence[Reading]) -> list[int]:
@@ -266,9 +276,13 @@ class _Exchange:
         # One rank has nobody to gather from: both move the same bytes in the same way.
         alone = self._world.size == 1
         transport = make_transport("allgather" if alone else self.transport, self._world)
-        return move(self._work(paths), self._world, transport, self._budget)
+        mine = self._dealt[self._world.rank]
+        digests = make_digests(self._options, self._plan, self._layouts, mine, paths)
+        with closing_digests(digests):
+            result = move(self._work(paths, digests), self._world, transport, self._budget)
+            return finish_together(result, digests, self._world.control)
 
-    def _work(self, paths: Sequence[Path]) -> Work:
+    def _work(self, paths: Sequence[Path], digests: Digests | None) -> Work:
         from dist_consolidate.runtime.assemble import Moved
         from dist_consolidate.runtime.ownership import Place
         from dist_consolidate.runtime.pipeline import Work
@@ -297,6 +311,7 @@ class _Exchange:
             owners=Owners(self._dealt),
             checksums=any(layout.needs_crc for layout in self._layouts),
             visible=self._planned.visible,
+            digests=digests,
         )
 
 

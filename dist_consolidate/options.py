@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "io": ("auto", "buffered", "direct"),
     "pipeline_names": ("module", "layer"),
     "launcher": ("auto", "torchrun", "slurm", "mpi", "none"),
+    "digest": ("xxh3", "none"),
 }
 # What may be written beside the weights.
 INCLUDES = ("optimizer",)
@@ -66,6 +67,9 @@ class Options:
             ``mpi``, or ``none`` for a process on its own.
         rendezvous_timeout: How long ranks wait for each other at the start, such as ``5min``.
         timeout: How long a rank may get nothing done until all ranks end, such as ``30min``.
+        digest: ``xxh3`` for a digest of every tensor in the manifest, or ``none``.
+        sha256: Note the SHA-256 of every file in the manifest.
+        verify: Compare the result with its manifest and with the checkpoint in the end.
         overwrite: Replace an earlier result.
         dry_run: Plan only.
     """
@@ -99,6 +103,9 @@ class Options:
     launcher: str = "auto"
     rendezvous_timeout: str | float = "5min"
     timeout: str | float = "30min"
+    digest: str = "xxh3"
+    sha256: bool = False
+    verify: bool = False
     overwrite: bool = False
     dry_run: bool = False
 
@@ -127,7 +134,10 @@ class Options:
         for name in _LISTS:
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
-        switches = ("exclude_frozen", "trust_masters", "allow_16bit", "overwrite", "dry_run")
+        switches = (
+            "exclude_frozen", "trust_masters", "allow_16bit", "sha256", "verify", "overwrite",
+            "dry_run",
+        )  # fmt: skip
         for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")

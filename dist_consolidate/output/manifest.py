@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+import xxhash
+
+# Digest of the manifest itself, without the line that holds it.
+SELF_KEY = "manifest_xxh3_128"
+
 
 def manifest_json(
     *,
@@ -15,7 +20,9 @@ def manifest_json(
     tensors: Mapping[str, Mapping[str, object]],
     left_out: Mapping[str, str],
     notes: Sequence[str],
+    files: Mapping[str, Mapping[str, object]] | None = None,
     optimizer: Mapping[str, object] | None = None,
+    with_digest: bool = False,
 ) -> bytes:
     """Write the manifest; equal arguments give equal bytes.
 
@@ -31,12 +38,14 @@ def manifest_json(
             the name it is tied to.
         left_out: For each name that is not in the result, why.
         notes: What was assumed, cast, dropped or inferred, for people to read.
+        files: For each weight file and index its size and checksums.
         optimizer: The optimizer's step, settings and states, where they are in the result.
+        with_digest: Add a digest of the manifest's own bytes.
 
     Returns:
         Sorted JSON, indented by two, with a closing newline.
     """
-    content = {
+    content: dict[str, object] = {
         "tool": {"name": "dist_consolidate", "version": version},
         "checkpoint": dict(checkpoint),
         "options": dict(options),
@@ -45,6 +54,21 @@ def manifest_json(
         "left_out": dict(left_out),
         "notes": list(notes),
     }
+    if files is not None:
+        content["files"] = {name: dict(facts) for name, facts in files.items()}
     if optimizer is not None:
         content["optimizer"] = dict(optimizer)
+    if with_digest:
+        content[SELF_KEY] = self_digest(content)
+    return as_bytes(content)
+
+
+def as_bytes(content: Mapping[str, object]) -> bytes:
+    """Write a manifest's content the one way it is written."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def self_digest(content: Mapping[str, object]) -> str:
+    """Digest a manifest's bytes without the line that holds this digest."""
+    rest = {key: value for key, value in content.items() if key != SELF_KEY}
+    return xxhash.xxh3_128_hexdigest(as_bytes(rest))

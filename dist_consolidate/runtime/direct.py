@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dist_consolidate.checkpoint.fragments import Fragments
 from dist_consolidate.checkpoint.shards import ShardReader
+from dist_consolidate.checksums import crc32
 from dist_consolidate.dtypes import DType
 from dist_consolidate.errors import Caught
 from dist_consolidate.filesystems import is_in_memory
@@ -24,6 +24,7 @@ from dist_consolidate.plan.plan import Plan
 from dist_consolidate.runtime.bypass import BypassReader, IoChoice, Lap, Way
 from dist_consolidate.runtime.cast import Caster, has_infinity, overflows
 from dist_consolidate.runtime.collector import collector_paused
+from dist_consolidate.runtime.digests import Digests
 from dist_consolidate.runtime.outfiles import OutputFiles, aligned_bytes
 from dist_consolidate.runtime.results import Checksum, MoveResult
 from dist_consolidate.runtime.stages import Stopwatch
@@ -45,6 +46,7 @@ class DirectWork:
         checksums: Note a CRC-32 of everything that is written.
         io: ``auto``, ``buffered`` or ``direct``.
         num_threads: Threads; each holds one bucket, and its source where that is cast.
+        digests: Told of everything that is written.
     """
 
     folder: Path | Sequence[Path]
@@ -55,6 +57,7 @@ class DirectWork:
     checksums: bool
     io: str
     num_threads: int
+    digests: Digests | None = None
 
 
 class Source(NamedTuple):
@@ -90,7 +93,7 @@ class DirectMove:
         """Open nothing yet."""
         self._work, self._watch = work, Stopwatch()
         self._reader = ShardReader(work.folder, work.file_bytes)
-        self._output = OutputFiles(work.files, self._watch)
+        self._output = OutputFiles(work.files, self._watch, work.digests)
         self._choice = IoChoice(work.io, work.share.num_bytes)
         self._next = iter(range(work.share.num_buckets))
         self._lock, self._stop = threading.Lock(), threading.Event()
@@ -109,6 +112,8 @@ class DirectMove:
     def stop(self) -> None:
         """Ask the threads to end after what they have begun."""
         self._stop.set()
+        if self._work.digests is not None:
+            self._work.digests.let_go()
 
     def run(self) -> MoveResult:
         """Read and write everything, and wait until it is on disk.
@@ -304,7 +309,7 @@ class _Worker:
             for kept in item.kept:
                 part = (kept.at_bytes, kept.num_bytes)
                 if part not in known:
-                    known[part] = zlib.crc32(self._out[part[0] : part[0] + part[1]])
+                    known[part] = crc32(self._out[part[0] : part[0] + part[1]])
                 self.checksums.append(
                     Checksum(kept.file, kept.stored, kept.start_bytes, kept.num_bytes, known[part])
                 )

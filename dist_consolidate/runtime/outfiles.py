@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist_consolidate.doing import Doing
+from dist_consolidate.runtime.digests import Digests
 from dist_consolidate.runtime.stages import Stopwatch
 from dist_consolidate.runtime.writeback import start_writeback, wait_for_writeback
 
@@ -54,14 +55,19 @@ class OutputFiles:
         num_synced: Files that :meth:`sync` is done with.
     """
 
-    def __init__(self, paths: Sequence[Path], watch: Stopwatch) -> None:
+    def __init__(
+        self, paths: Sequence[Path], watch: Stopwatch, digests: Digests | None = None
+    ) -> None:
         """Open nothing yet.
 
         Args:
             paths: The files.
             watch: Where the time goes to.
+            digests: Told of everything that is written.
         """
-        self._paths, self._watch = paths, watch
+        self._paths, self._watch, self._digests = paths, watch, digests
+        if digests is not None:
+            digests.watch_with(watch)
         # Until a file system says that it cannot.
         self._can_bypass = True
         self._descriptors: dict[tuple[int, int], int] = {}
@@ -100,6 +106,8 @@ class OutputFiles:
             if wait:
                 wait_for_writeback(self._descriptor(file), offset_bytes, len(data))
         self._count(len(data))
+        if self._digests is not None:
+            self._digests.written(file, offset_bytes, offset_bytes + len(data), data)
 
     def copy(
         self, file: int, offset_bytes: int, source: int, source_bytes: int, num_bytes: int
@@ -139,6 +147,8 @@ class OutputFiles:
                 start_writeback(descriptor, offset_bytes + done, count)
                 done += count
         self._count(done)
+        if self._digests is not None:
+            self._digests.written(file, offset_bytes, offset_bytes + done)
         return done
 
     def sync(self) -> None:

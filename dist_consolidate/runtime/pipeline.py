@@ -25,6 +25,7 @@ from dist_consolidate.runtime.budget import Budget
 from dist_consolidate.runtime.buffers import Pool, Table
 from dist_consolidate.runtime.clock import Clock
 from dist_consolidate.runtime.collector import collector_paused
+from dist_consolidate.runtime.digests import Digests
 from dist_consolidate.runtime.exchange import Exchange
 from dist_consolidate.runtime.loader import Load, Loader
 from dist_consolidate.runtime.numa import kept_near
@@ -52,6 +53,7 @@ class Work:
         owners: Which of them writes which ranges of the files.
         checksums: Note a CRC-32 of everything that is written.
         visible: For each rank, the shards it sees.
+        digests: Told of everything that is written here.
     """
 
     folder: Path | Sequence[Path]
@@ -64,6 +66,7 @@ class Work:
     owners: Owners
     checksums: bool
     visible: Sequence[frozenset[str]]
+    digests: Digests | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,6 +236,7 @@ class _Mover:
                 ),
                 device=device,
                 clock=self.clock,
+                digests=self.work.digests,
             )
             stack.callback(writer.close)
             assembler = self._make_assembler(writer)

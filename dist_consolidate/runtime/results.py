@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from dist_consolidate.runtime.digests import Digest
 from dist_consolidate.runtime.stages import StageTime
 
 
@@ -28,6 +29,7 @@ class MoveResult:
         checksums: CRC-32 of each range written, if asked for.
         overflowed: Tensors that hold infinities after a cast to fp16.
         stages: How long each stage was busy.
+        digests: Of the tensors whose first bytes this rank owns, if asked for.
     """
 
     num_bytes_read: int
@@ -35,3 +37,4 @@ class MoveResult:
     checksums: tuple[Checksum, ...]
     overflowed: frozenset[int]
     stages: tuple[StageTime, ...]
+    digests: tuple[Digest, ...] = ()

@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# In the order that bytes pass them. "copy" is the kernel's own, from shard to output.
-STAGES = ("read", "h2d", "exchange", "assemble", "d2h", "copy", "write", "sync")
+# In the order that bytes pass them. "copy" is the kernel's own, from shard to output; "digest" is
+# done beside the writing.
+STAGES = ("read", "h2d", "exchange", "assemble", "d2h", "copy", "write", "digest", "sync")
 
 
 class StageTime(NamedTuple):

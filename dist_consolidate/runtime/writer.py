@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from dist_consolidate.checksums import crc32
 from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.buffers import use_device
 from dist_consolidate.runtime.clock import Clock
+from dist_consolidate.runtime.digests import Digests
 from dist_consolidate.runtime.outfiles import OutputFiles
 from dist_consolidate.runtime.ownership import Ownership, Place, Run
 from dist_consolidate.runtime.results import Checksum
@@ -52,6 +53,7 @@ class Writer:
         num_threads: int,
         device: torch.device,
         clock: Clock,
+        digests: Digests | None = None,
     ) -> None:
         """Start the threads.
 
@@ -63,8 +65,10 @@ class Writer:
             num_threads: Threads.
             device: What the events of the buffers belong to.
             clock: Told of what is written.
+            digests: Told of it, too.
         """
-        self._files, self._places, self._device = OutputFiles(files, clock.watch), places, device
+        self._files = OutputFiles(files, clock.watch, digests)
+        self._places, self._device = places, device
         self._ownership, self._want_checksums = ownership, checksums
         self.checksums: list[Checksum] = []
         self._todo: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
@@ -146,7 +150,7 @@ class Writer:
         self._files.write(file, view[at : at + length], offset)
 
     def _note_checksum(self, view: memoryview, place: Place, part: Run) -> None:
-        crc = zlib.crc32(view[part.at_bytes : part.at_bytes + part.num_bytes])
+        crc = crc32(view[part.at_bytes : part.at_bytes + part.num_bytes])
         self.checksums.append(
             Checksum(place.file, place.tensor, part.start_bytes, part.num_bytes, crc)
         )

@@ -89,6 +89,7 @@ def _add_who(made: argparse.ArgumentParser) -> None:
     add("--formats", nargs="+", choices=("safetensors", "bin"), default=["safetensors", "bin"])
     add("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     add("--io", nargs="+", metavar="auto|buffered|direct", help="passed on if given")
+    add("--digest", nargs="+", metavar="xxh3|none", help="passed on if given")
     add("--bucket-size", metavar="SIZE", help="passed on if given")
     add("--device", choices=("cpu", "cuda"), help="passed on if given")
     add("--max-shard-size", metavar="SIZE", default="5GB", help="of everyone's output files")
@@ -141,7 +142,7 @@ def choice_asked(options: argparse.Namespace) -> Choice:
         UsageError: If what is passed on to ours is wrong.
         ValueError: If a pattern fits nothing.
     """
-    for name in ("writers", "io", "bucket_size", "device", "max_shard_size"):
+    for name in ("writers", "io", "digest", "bucket_size", "device", "max_shard_size"):
         given = getattr(options, name)
         for value in given if isinstance(given, list) else filter(None, [given]):
             make_options({name: value})
@@ -159,6 +160,7 @@ def choice_asked(options: argparse.Namespace) -> Choice:
         transports=tuple(_unique(options.transports)),
         writers=tuple(_unique(options.writers or (("1", "all") if options.all else (None,)))),
         io=tuple(_unique(options.io or (None,))),
+        digest=tuple(_unique(options.digest or (None,))),
         everything=options.all,
         extra=tuple(extra),
         null_writer=options.null_writer,

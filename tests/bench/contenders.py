@@ -45,6 +45,7 @@ class Choice:
         transports: Each with every number of ranks.
         writers: Values of ``--writers``; ``None`` leaves it to the transport.
         io: Values of ``--io``; ``None`` does not pass the option.
+        digest: Values of ``--digest``, the same way.
         everything: Every kind with every number of ranks, not only the first.
         extra: Options that each run of ours gets, such as a device.
         null_writer: Throw away what ours write.
@@ -62,6 +63,7 @@ class Choice:
     transports: tuple[str, ...] = ("direct", "gather", "allgather")
     writers: tuple[str | None, ...] = (None,)
     io: tuple[str | None, ...] = (None,)
+    digest: tuple[str | None, ...] = (None,)
     everything: bool = False
     extra: tuple[str, ...] = ()
     null_writer: bool = False
@@ -187,20 +189,23 @@ def default_kinds(formats: Sequence[str], dtypes: Sequence[str]) -> tuple[Kind, 
 
 def _ours(choice: Choice) -> Iterator[Contender]:
     if choice.plain:
-        for kind, io in itertools.product(choice.kinds, choice.io):
-            yield _one_of_ours("1 process", kind, 1, _io(io), choice, launched=False)
+        for kind, io, digest in itertools.product(choice.kinds, choice.io, choice.digest):
+            options = (*_passed("io", io), *_passed("digest", digest))
+            yield _one_of_ours("1 process", kind, 1, options, choice, launched=False)
     kinds = choice.kinds if choice.everything else choice.kinds[:1]
-    ways = itertools.product(choice.ranks, choice.transports, choice.writers, kinds, choice.io)
-    for size, transport, writers, kind, io in ways:
+    ways = itertools.product(
+        choice.ranks, choice.transports, choice.writers, kinds, choice.io, choice.digest
+    )
+    for size, transport, writers, kind, io, digest in ways:
         name = f"{size} {'rank' if size == 1 else 'ranks'} {transport}"
-        options = ("--transport", transport, *_io(io))
+        options = ("--transport", transport, *_passed("io", io), *_passed("digest", digest))
         if writers is not None:
             name, options = f"{name} writers {writers}", (*options, "--writers", writers)
         yield _one_of_ours(name, kind, size, options, choice, launched=True)
 
 
-def _io(value: str | None) -> tuple[str, ...]:
-    return () if value is None else ("--io", value)
+def _passed(name: str, value: str | None) -> tuple[str, ...]:
+    return () if value is None else (f"--{name}", value)
 
 
 def _one_of_ours(
@@ -210,8 +215,9 @@ def _one_of_ours(
     flags = ["--null-writer"] if choice.null_writer else []
     if "cuda" in choice.extra:
         flags.append("--device-budget")
-    if "--io" in options:
-        name = f"{name} io {options[options.index('--io') + 1]}"
+    for option in ("io", "digest"):
+        if f"--{option}" in options:
+            name = f"{name} {option} {options[options.index(f'--{option}') + 1]}"
     if choice.null_writer:
         name = f"{name} (writes discarded)"
 

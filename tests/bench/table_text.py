@@ -11,7 +11,7 @@ from tests.bench.contenders import Contender, Family, Kind
 from tests.bench.rounds import Measured
 
 # As dist_consolidate.runtime.stages.STAGES, in the order that bytes pass them.
-STAGES = ("read", "h2d", "exchange", "assemble", "d2h", "copy", "write", "sync")
+STAGES = ("read", "h2d", "exchange", "assemble", "d2h", "copy", "write", "digest", "sync")
 PARTS = ("planning_sec", "moving_sec", "publishing_sec")
 NOTHING = "–"  # noqa: RUF001 - a dash for the eye
 

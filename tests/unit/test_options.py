@@ -55,6 +55,9 @@ def test_defaults():
         "launcher": "auto",
         "rendezvous_timeout": "5min",
         "timeout": "30min",
+        "digest": "xxh3",
+        "sha256": False,
+        "verify": False,
         "overwrite": False,
         "dry_run": False,
     }
@@ -256,6 +259,9 @@ io = "buffered"
 launcher = "mpi"
 rendezvous_timeout = "90s"
 timeout = "5min"
+digest = "none"
+sha256 = true
+verify = true
 overwrite = true
 dry_run = true
 """
