@@ -52,6 +52,7 @@ def consolidate(
     rendezvous_timeout: str | float = "5min",
     timeout: str | float = "30min",
     overwrite: bool = False,
+    resume: bool = False,
     dry_run: bool = False,
 ) -> Report:
     """Turn a ZeRO checkpoint into weight files with every key of the model.
@@ -106,6 +107,8 @@ def consolidate(
         rendezvous_timeout: How long the command line's ranks wait for each other at the start.
         timeout: How long ranks wait for one that gets nothing done: seconds, or as ``"30min"``.
         overwrite: Replace an earlier result.
+        resume: Go on from what an earlier run, also with ``resume``, has left in its work folder,
+            where checkpoint and options are the same; should this run fail, leave it there.
         dry_run: Plan only; nothing is written, and the report says what would be.
 
     Returns:
@@ -146,6 +149,7 @@ def consolidate(
             "rendezvous_timeout": rendezvous_timeout,
             "timeout": timeout,
             "overwrite": overwrite,
+            "resume": resume,
             "dry_run": dry_run,
         }
     )

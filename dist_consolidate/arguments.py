@@ -132,6 +132,12 @@ def _add_result(group: argparse._ArgumentGroup) -> None:
         help="write the optimizer's states (Adam's moments), too, into `optimizer_states`",
     )
     add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from what an earlier run with --resume has left in its work folder, where "
+        "checkpoint and options are the same; should this run be stopped or fail, leave it there",
+    )
     add("--dry-run", action="store_true", help="say what would be written; write nothing")
 
 

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _allow_many_files()
     launched = _launched(options.launcher, launched)
     leads = launched.rank == 0
-    watch = Watch(launched.rank, options.timeout_sec, lambda error: _tell(error, launched))
+    watch = Watch(launched.rank, options.timeout_sec, lambda error: _tell(error, launched, watch))
     # A batch system's request to stop ends the program in order: nothing half-written is left.
     with watch:
         try:
@@ -89,7 +89,7 @@ def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Laun
         return otherwise or Launched()
 
 
-def _tell(error: Exception, launched: Launched) -> None:
+def _tell(error: Exception, launched: Launched, watch: Watch) -> None:
     """Say what went wrong, to people and to torchrun: once, where all ranks know the same."""
     known = isinstance(error, ConsolidateError)
     text = str(error) if known else "".join(traceback.format_exception(error))
@@ -99,6 +99,9 @@ def _tell(error: Exception, launched: Launched) -> None:
     silent = isinstance(error, ConsolidateError) and error.silent
     if not silent and (launched.rank == 0 or not (shared or local)):
         print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
+        advice = "" if watch.advice is None else watch.advice()
+        if advice:
+            print(f"dist-consolidate: note: {advice}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and launched.launcher == "torchrun":
         # torchrun ends with a summary of its own, of the rank that ended first, whichever that

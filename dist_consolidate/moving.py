@@ -13,6 +13,7 @@ from dist_consolidate.output.layout import FileLayout
 from dist_consolidate.output_place import OutputPlace, by_rank
 from dist_consolidate.plan.direct import FileMap, Share
 from dist_consolidate.plan.owners import Owners, deal_out
+from dist_consolidate.plan.ranges import Finished
 from dist_consolidate.planning import Planned, on_rank_0
 from dist_consolidate.report import RankReport
 from dist_consolidate.runtime.budget import Wanted, make_budget, read_all
@@ -23,6 +24,7 @@ from dist_consolidate.runtime.direct_budget import (
     DirectSettled,
     settle_direct,
 )
+from dist_consolidate.runtime.journal import Journal, JournalPlace
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.rooms import Reading
 from dist_consolidate.runtime.world import World
@@ -53,8 +55,13 @@ class Moving(Protocol):
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do; the same on every rank."""
 
-    def move(self, paths: Sequence[Path]) -> MoveResult:
+    def move(self, paths: Sequence[Path], journals: JournalPlace | None = None) -> MoveResult:
         """Move all bytes into files that exist with their full size.
+
+        Args:
+            paths: The files.
+            journals: Where to claim what is written, and what is there already; ``None`` where
+                nobody will ask.
 
         Raises:
             ConsolidateError: If any rank failed; every rank raises.
@@ -155,7 +162,7 @@ class _Direct:
             memory_limits=limits,
         )
 
-    def move(self, paths: Sequence[Path]) -> MoveResult:
+    def move(self, paths: Sequence[Path], journals: JournalPlace | None = None) -> MoveResult:
         """Move all bytes (see :class:`Moving`)."""
         rank = self._world.rank
         if rank not in self.writers:
@@ -171,6 +178,8 @@ class _Direct:
             checksums=self._checksums,
             io=self._options.io,
             num_threads=num_threads,
+            journal=None if journals is None else Journal(journals, rank, paths),
+            finished=Finished() if journals is None else journals.finished,
         )
         move = DirectMove(work)
         return self._world.control.together(move.run, move.stop, move.progress)
@@ -258,7 +267,7 @@ class _Exchange:
             )
         return tuple(found)
 
-    def move(self, paths: Sequence[Path]) -> MoveResult:
+    def move(self, paths: Sequence[Path], journals: JournalPlace | None = None) -> MoveResult:
         """Move all bytes (see :class:`Moving`)."""
         from dist_consolidate.runtime.pipeline import move
         from dist_consolidate.runtime.transport import make_transport
@@ -266,9 +275,9 @@ class _Exchange:
         # One rank has nobody to gather from: both move the same bytes in the same way.
         alone = self._world.size == 1
         transport = make_transport("allgather" if alone else self.transport, self._world)
-        return move(self._work(paths), self._world, transport, self._budget)
+        return move(self._work(paths, journals), self._world, transport, self._budget)
 
-    def _work(self, paths: Sequence[Path]) -> Work:
+    def _work(self, paths: Sequence[Path], journals: JournalPlace | None) -> Work:
         from dist_consolidate.runtime.assemble import Moved
         from dist_consolidate.runtime.ownership import Place
         from dist_consolidate.runtime.pipeline import Work
@@ -297,6 +306,7 @@ class _Exchange:
             owners=Owners(self._dealt),
             checksums=any(layout.needs_crc for layout in self._layouts),
             visible=self._planned.visible,
+            journals=journals,
         )
 
 

@@ -67,6 +67,7 @@ class Options:
         rendezvous_timeout: How long ranks wait for each other at the start, such as ``5min``.
         timeout: How long a rank may get nothing done until all ranks end, such as ``30min``.
         overwrite: Replace an earlier result.
+        resume: Go on from what an earlier run has left, and leave work for a later one.
         dry_run: Plan only.
     """
 
@@ -100,6 +101,7 @@ class Options:
     rendezvous_timeout: str | float = "5min"
     timeout: str | float = "30min"
     overwrite: bool = False
+    resume: bool = False
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -127,7 +129,9 @@ class Options:
         for name in _LISTS:
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
-        switches = ("exclude_frozen", "trust_masters", "allow_16bit", "overwrite", "dry_run")
+        switches = (
+            "exclude_frozen", "trust_masters", "allow_16bit", "overwrite", "resume", "dry_run",
+        )  # fmt: skip
         for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")

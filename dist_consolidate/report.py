@@ -54,6 +54,7 @@ class Report:
         publishing_sec: Of that, the rest.
         ranks: What each rank did.
         is_dry_run: Nothing was written; the figures say what would be.
+        num_bytes_resumed: Bytes of the output files that an earlier run had finished.
     """
 
     output_dir: Path
@@ -72,6 +73,7 @@ class Report:
     publishing_sec: float
     ranks: tuple[RankReport, ...]
     is_dry_run: bool = False
+    num_bytes_resumed: int = 0
 
 
 def peak_memory_bytes() -> int:

@@ -14,6 +14,7 @@ import torch
 from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.buffers import use_device
 from dist_consolidate.runtime.clock import Clock
+from dist_consolidate.runtime.journal import Journal
 from dist_consolidate.runtime.outfiles import OutputFiles
 from dist_consolidate.runtime.ownership import Ownership, Place, Run
 from dist_consolidate.runtime.results import Checksum
@@ -52,6 +53,7 @@ class Writer:
         num_threads: int,
         device: torch.device,
         clock: Clock,
+        journal: Journal | None = None,
     ) -> None:
         """Start the threads.
 
@@ -63,8 +65,10 @@ class Writer:
             num_threads: Threads.
             device: What the events of the buffers belong to.
             clock: Told of what is written.
+            journal: Told of it, too, where an unbroken run is not taken for granted.
         """
-        self._files, self._places, self._device = OutputFiles(files, clock.watch), places, device
+        self._files = OutputFiles(files, clock.watch, journal)
+        self._places, self._device = places, device
         self._ownership, self._want_checksums = ownership, checksums
         self.checksums: list[Checksum] = []
         self._todo: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()

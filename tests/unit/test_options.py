@@ -56,6 +56,7 @@ def test_defaults():
         "rendezvous_timeout": "5min",
         "timeout": "30min",
         "overwrite": False,
+        "resume": False,
         "dry_run": False,
     }
     assert (options.tie_policy, options.max_shard_bytes) == ("copy", 5_000_000_000)
@@ -257,6 +258,7 @@ launcher = "mpi"
 rendezvous_timeout = "90s"
 timeout = "5min"
 overwrite = true
+resume = true
 dry_run = true
 """
     values = load_config(config(tmp_path, text))
