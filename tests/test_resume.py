@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_consolidate import ConsolidateError, Report, ResourceError, UsageError, cli, consolidate
+from dist_consolidate import ConsolidateError, ResourceError, UsageError, cli, consolidate
+from dist_consolidate.report import Report
 from dist_consolidate.runtime import journal
 from tests.cases import assert_same_bits, load_output
 from tests.synthetic import Buffer, Param, Spec, Truth, write
