@@ -188,11 +188,12 @@ def test_several_broken_runs_one_after_another(
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("shape", ["plain", "bin16"])
 def test_nothing_is_read_where_all_was_there(
-    truths: Mapping[int, Truth], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, truths: Mapping[int, Truth], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ckpt, out = ckpt_of(truths[3]), tmp_path / "out"
-    consolidate(ckpt, tmp_path / "whole")
+    whole = consolidate(ckpt, tmp_path / "whole", **SHAPES[shape])
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -200,12 +201,13 @@ def test_nothing_is_read_where_all_was_there(
     with monkeypatch.context() as patch:
         patch.setattr("dist_consolidate.output.publish.mark", refuse)
         with pytest.raises(ConsolidateError):
-            consolidate(ckpt, out, resume=True)
+            consolidate(ckpt, out, resume=True, **SHAPES[shape])
     for transport in ("direct", "gather"):
         shutil.copytree(tmp_path, tmp_path / transport / "copy", ignore=lambda *_: {"copy"})
         at = tmp_path / transport / "copy" / "out"
-        report = consolidate(ckpt, at, resume=True, transport=transport)
+        report = consolidate(ckpt, at, resume=True, transport=transport, **SHAPES[shape])
         assert report.num_bytes_read == 0
+        assert set(whole.notes) == set(report.notes) - set(resumed_note(report))
         assert bytes_of(at) == bytes_of(tmp_path / "whole")
 
 

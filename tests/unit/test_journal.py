@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_consolidate.plan.ranges import Finished, merged
@@ -32,6 +32,7 @@ def some_files(folder: Path) -> list[Path]:
     return paths
 
 
+@settings(deadline=None)
 @given(INTERVALS, st.integers(0, 40), st.integers(0, 40))
 def test_ranges_are_sets_of_bytes(intervals: list[tuple[int, int]], low: int, high: int) -> None:
     held = {byte for start, stop in intervals for byte in range(start, stop)}
