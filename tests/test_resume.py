@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from dist_consolidate import ConsolidateError, ResourceError, UsageError, cli, consolidate
+from dist_consolidate.output.work import identity_digest
 from dist_consolidate.report import Report
 from dist_consolidate.runtime import journal
 from tests.cases import assert_same_bits, load_output
@@ -66,6 +67,11 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     """Every file of a result."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def visible(folder: Path) -> dict[str, bytes]:
+    """Every file of a result that is not hidden."""
+    return {name: data for name, data in bytes_of(folder).items() if name[0] != "."}
 
 
 def left_by(out: Path) -> list[Path]:
@@ -409,7 +415,7 @@ def test_an_existing_folder_is_filled_and_overwritten(
         before = bytes_of(out)
         broken_off(monkeypatch, ckpt, out, 20, bucket_size=4000, resume=True, **options)
         assert work_folder(out).parent == out
-        assert {k: v for k, v in bytes_of(out).items() if not k.startswith(".")} == before
+        assert visible(out) == before
         report = consolidate(ckpt, out, resume=True, **options)
         assert report.num_bytes_resumed > 0
     assert_same_bits(load_output(out), truths[2].fp32)
@@ -478,6 +484,24 @@ def in_child(action: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def garble(choose: random.Random, ckpt: Path, out: Path) -> None:
+    """Put anything where nothing is claimed: after a power loss, that may be what is there."""
+    for home in (path for path in left_by(out) if (path / "identity.json").is_file()):
+        identity = json.loads((home / "identity.json").read_text())
+        names = list(identity["files"])
+        place = journal.read_journals(
+            home, identity_digest(identity), list(identity["files"].values())
+        )
+        for name, claimed in zip(names, place.finished.by_file, strict=True):
+            path = home / "result" / name
+            if path.is_file():
+                kept = path.read_bytes()
+                garbled = bytearray(choose.randbytes(len(kept)))
+                for low, high in claimed:
+                    garbled[low:high] = kept[low:high]
+                path.write_bytes(garbled)
+
+
 def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path) -> str:
     """Kill a run one or several times at random, let it go on each time, and compare exactly.
 
@@ -510,7 +534,7 @@ def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path)
 
         code = in_child(die)
         said.append(f"before call {at}: {code}")
-        found = {name: data for name, data in bytes_of(out).items() if name[0] != "."}
+        found = visible(out)
         if place == "new":
             assert found in ({}, whole), said
         for name, data in found.items():
@@ -518,11 +542,15 @@ def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path)
         if code == 0 or found == whole:
             break
         assert code == -signal.SIGKILL, said
+        if choose.random() < 0.5 and not any(
+            (p / "publishing.json").exists() for p in left_by(out)
+        ):
+            garble(choose, ckpt, out)
     try:
         consolidate(ckpt, out, bucket_size=choose.choice((3000, 8000)), **options)
     except UsageError as error:  # the last one came as far as that all was in place
         assert "--overwrite" in str(error), said
-    assert bytes_of(out) == whole, said
+    assert visible(out) == whole, said
     # Killed while it cleared up, what is hidden stays until the next run.
     consolidate(ckpt, out, **{**options, "overwrite": True})
     assert bytes_of(out) == whole, said

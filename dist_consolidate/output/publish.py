@@ -24,6 +24,7 @@ from dist_consolidate.filesystems import is_in_memory
 from dist_consolidate.output import work
 from dist_consolidate.output.identity import difference
 from dist_consolidate.output.index import STATES_FOLDER, is_weight_file
+from dist_consolidate.output.letter_case import check_letter_case
 from dist_consolidate.output.lock import OutputLock, refuse_if_held, take
 from dist_consolidate.output.placing import (
     end_publishing,
@@ -297,6 +298,7 @@ class _Preparing:
             try:
                 home.mkdir()
                 (home / work.RESULT).mkdir()
+                check_letter_case(home / work.RESULT, self._output_dir, self._names)
                 if self._identity is not None:
                     work.write_identity(home, self._identity)
             except BaseException:  # a signal's, too
