@@ -58,6 +58,7 @@ def consolidate(
     sha256: bool = False,
     verify: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
     dry_run: bool = False,
 ) -> Report:
     """Turn a ZeRO checkpoint into weight files with every key of the model.
@@ -116,6 +117,8 @@ def consolidate(
         verify: In the end, compare the result with its manifest and with the checkpoint (see
             :func:`verify`); what differs is raised as an error, and the result stays.
         overwrite: Replace an earlier result.
+        resume: Go on from what an earlier run, also with ``resume``, has left in its work folder,
+            where checkpoint and options are the same; should this run fail, leave it there.
         dry_run: Plan only; nothing is written, and the report says what would be.
 
     Returns:
@@ -159,6 +162,7 @@ def consolidate(
             "sha256": sha256,
             "verify": verify,
             "overwrite": overwrite,
+            "resume": resume,
             "dry_run": dry_run,
         }
     )

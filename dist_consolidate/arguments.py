@@ -152,6 +152,12 @@ def _add_result(group: argparse._ArgumentGroup) -> None:
         "shards; exit code 5 if anything differs (the result stays)",
     )
     add("--overwrite", action="store_true", help="replace weight files in OUTPUT_DIR")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from what an earlier run with --resume has left in its work folder, where "
+        "checkpoint and options are the same; should this run be stopped or fail, leave it there",
+    )
     add("--dry-run", action="store_true", help="say what would be written; write nothing")
 
 

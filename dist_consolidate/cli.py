@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     launched = _launched(options.launcher, launched)
     leads = launched.rank == 0
-    watch = Watch(launched.rank, options.timeout_sec, lambda error: _tell(error, launched))
+    watch = Watch(
+        launched.rank, options.timeout_sec, lambda error: _tell(error, launched, watch.advice)
+    )
     # A batch system's request to stop ends the program in order: nothing half-written is left.
     with watch:
         try:
@@ -107,7 +109,7 @@ def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Laun
         return otherwise or Launched()
 
 
-def _tell(error: Exception, launched: Launched) -> None:
+def _tell(error: Exception, launched: Launched, advice: Callable[[], str] | None = None) -> None:
     """Say what went wrong, to people and to torchrun: once, where all ranks know the same."""
     known = isinstance(error, ConsolidateError)
     text = str(error) if known else "".join(traceback.format_exception(error))
@@ -117,6 +119,9 @@ def _tell(error: Exception, launched: Launched) -> None:
     silent = isinstance(error, ConsolidateError) and error.silent
     if not silent and (launched.rank == 0 or not (shared or local)):
         print(f"{SAID}{text}", file=sys.stderr, flush=True)
+        more = "" if advice is None else advice()
+        if more:
+            print(f"dist-consolidate: note: {more}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and launched.launcher == "torchrun":
         # torchrun ends with a summary of its own, of the rank that ended first, whichever that

@@ -17,7 +17,13 @@ from dist_consolidate.likeness import check_alike
 from dist_consolidate.moving import Moving, make_moving
 from dist_consolidate.options import Options
 from dist_consolidate.output.crc import CrcLedger
-from dist_consolidate.output.index import MANIFEST_NAME, index_file_name, index_json
+from dist_consolidate.output.index import (
+    MANIFEST_NAME,
+    STATES_FOLDER,
+    index_file_name,
+    index_json,
+    is_entry_point,
+)
 from dist_consolidate.output.layout import FileLayout, layout_for
 from dist_consolidate.output.manifest import manifest_json
 from dist_consolidate.output.publish import (
@@ -26,12 +32,21 @@ from dist_consolidate.output.publish import (
     check_output,
     prepare,
 )
+from dist_consolidate.output.work import Identity
 from dist_consolidate.output_place import OutputPlace, find_place, look_for
 from dist_consolidate.plan.outputs import OutputFile
 from dist_consolidate.plan.plan import Plan, PlannedTensor
 from dist_consolidate.planning import Planned, on_rank, on_rank_0, plan_together
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
+from dist_consolidate.resuming import (
+    identify,
+    kept_text,
+    look_at_shards,
+    open_journals,
+    resumed_notes,
+)
 from dist_consolidate.runtime.digests import EMPTY_DIGEST
+from dist_consolidate.runtime.journal import JournalPlace, has_claims
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
 
@@ -76,14 +91,20 @@ def run_consolidation(
     if options.dry_run:
         return run.forecast(target, clock)
     try:
-        publication = run.on_publisher(lambda: run.prepare(target))
-        run.look(publication)
-        run.create_files(publication)
-        result = run.move(publication)
-        clock.append(time.monotonic())
-        ranks, notes = run.finish(publication, result)
-    except BaseException:
+        publication = run.make(target)
+        if publication.is_done:
+            ranks, notes = run.done(publication)
+            clock.append(time.monotonic())
+        else:
+            run.look(publication)
+            run.create_files(publication)
+            run.open_journals(publication)
+            result = run.move(publication)
+            clock.append(time.monotonic())
+            ranks, notes = run.finish(publication, result)
+    except BaseException as error:
         run.abandon()
+        run.advise(error)
         raise
     clock.append(time.monotonic())
     return run.report(publication.output_dir, ranks, notes, clock)
@@ -116,6 +137,10 @@ class _Run:
     moving: Moving
     # On the rank that publishes, once they are there.
     made: Publication | None = None
+    identity: Identity | None = None
+    # On every rank, where work may be left for a later run.
+    home: Path | None = None
+    journals: JournalPlace | None = None
     published: tuple[tuple[RankReport, ...], tuple[str, ...]] | None = None
     # Of each stored tensor, by its file and its index there.
     digests: dict[tuple[int, int], str]
@@ -150,13 +175,18 @@ class _Run:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All files of the result; the ones that loaders look for first come last."""
-        weights = tuple(file.name for file in self.plan.files)
-        return (*weights, *self.last)
+        """All files of the result."""
+        weights = (file.name for file in self.plan.files)
+        return tuple(dict.fromkeys((*weights, MANIFEST_NAME, *self._indexes())))
 
     @property
     def last(self) -> tuple[str, ...]:
-        return (MANIFEST_NAME, *self._indexes())
+        """What is put in place after all others: the weights' entry point comes last."""
+        entries = [file.name for file in self.plan.files if is_entry_point(file.name)]
+        entries += self._indexes()
+        ordered = sorted(entries, key=lambda name: STATES_FOLDER not in name)
+        num_states = sum(STATES_FOLDER in name for name in ordered)
+        return (*ordered[:num_states], MANIFEST_NAME, *ordered[num_states:])
 
     def _indexes(self) -> dict[str, list[OutputFile]]:
         """Give the indexes to write, the weights' last, each with the files it lists."""
@@ -169,19 +199,68 @@ class _Run:
             if len(files) > 1
         }
 
+    def make(self, target: Path) -> Publication:
+        """Make the work folder, or take an earlier one over."""
+        control = self.world.control
+        if self.options.resume:
+            seen = look_at_shards(self.planned, control, self.place.publisher)
+            if seen:
+                chosen = {name: getattr(self.options, name) for name in _SHAPING}
+                chosen["ties"] = self.options.tie_policy
+                self.identity = identify(self.planned, self.layouts, chosen, seen)
+        publication = self.on_publisher(lambda: self.prepare(target))
+        if publication.may_resume:
+            self.home = home = publication.home
+            control.tell_with(lambda: kept_text(home))
+        return publication
+
     def prepare(self, target: Path) -> Publication:
         """Make the work folder (on the rank that publishes)."""
         total = sum(layout.num_bytes for layout in self.layouts)
         check_free_space(target, total, overwrite=self.options.overwrite)
         token = f"{self.plan.digest[:8]}-{time.time_ns():x}"
-        self.made = prepare(target, self.names, token, overwrite=self.options.overwrite)
-        self.world.control.clean_up_with(self.made.abandon)
-        return self.made
+        publication = prepare(
+            target,
+            self.names,
+            token,
+            overwrite=self.options.overwrite,
+            identity=self.identity,
+        )
+        if not publication.is_done:
+            self.made = publication
+            self.world.control.clean_up_with(self.abandon)
+        return publication
 
     def abandon(self) -> None:
-        """Remove what this rank has made, as far as it is not in place."""
-        if self.made is not None:
+        """Remove what this rank has made, as far as it is not in place and nobody will need it."""
+        if self.made is None:
+            return
+        if self.made.may_resume and has_claims(self.made.home):
+            self.made.leave()
+        else:
             self.made.abandon()
+
+    def advise(self, error: BaseException) -> None:
+        """Say in an error what can be done with what is left."""
+        advice = "" if self.home is None else kept_text(self.home)
+        if advice:
+            error.add_note(advice)
+
+    def open_journals(self, publication: Publication) -> None:
+        """Find out what earlier runs have finished, and be ready to say what this one has."""
+        if publication.may_resume:
+            sizes = [layout.num_bytes for layout in self.layouts]
+
+            def open_here() -> JournalPlace:
+                assert self.identity is not None, "identified on the rank that publishes"
+                return open_journals(publication, self.identity, sizes)
+
+            self.journals = self.on_publisher(open_here)
+
+    def done(self, publication: Publication) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
+        """Report a result that an earlier run has made (see :meth:`finish`)."""
+        nothing = tuple(RankReport(0, 0, 0, 0) for _ in range(self.world.size))
+        return nothing, (*self.plan.notes, *publication.notes)
 
     def create_files(self, publication: Publication) -> None:
         """Make all files at their full size."""
@@ -198,7 +277,7 @@ class _Run:
         """Move all bytes."""
         paths = [publication.work_dir / file.name for file in self.plan.files]
         self._check_output_visible(paths)
-        return self.moving.move(paths)
+        return self.moving.move(paths, self.journals)
 
     def _check_output_visible(self, paths: Sequence[Path]) -> None:
         error = None
@@ -237,7 +316,10 @@ class _Run:
             publication.write_file(MANIFEST_NAME, self._manifest(notes, facts))
             default = self.world.size if self.moving.transport == "direct" else None
             wanted = self.options.num_writers(self.world.size) or default
-            told = self.place.notes(wanted, publication.output_dir)
+            told = [*self.place.notes(wanted, publication.output_dir), *publication.notes]
+            if self.journals is not None:
+                total = sum(layout.num_bytes for layout in self.layouts)
+                told += resumed_notes(publication, self.journals, total)
             reports = self._rank_reports(results), (*notes, *told)
             publication.publish(self.last)
             self.published = reports
@@ -394,6 +476,7 @@ class _Run:
             moving_sec=moving_sec,
             publishing_sec=publishing_sec,
             ranks=ranks,
+            num_bytes_resumed=0 if self.journals is None else self.journals.finished.num_bytes,
         )
 
 

@@ -14,6 +14,7 @@ from dist_consolidate.output.layout import FileLayout
 from dist_consolidate.output_place import OutputPlace, by_rank
 from dist_consolidate.plan.direct import FileMap, Share
 from dist_consolidate.plan.owners import Owners, deal_out
+from dist_consolidate.plan.ranges import Finished
 from dist_consolidate.planning import Planned, on_rank_0
 from dist_consolidate.report import RankReport
 from dist_consolidate.runtime.budget import Wanted, make_budget, read_all
@@ -25,6 +26,7 @@ from dist_consolidate.runtime.direct_budget import (
     DirectSettled,
     settle_direct,
 )
+from dist_consolidate.runtime.journal import Journal, JournalPlace
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.rooms import Reading
 from dist_consolidate.runtime.world import World
@@ -55,8 +57,13 @@ class Moving(Protocol):
     def forecast(self) -> tuple[RankReport, ...]:
         """Say what each rank would do; the same on every rank."""
 
-    def move(self, paths: Sequence[Path]) -> MoveResult:
+    def move(self, paths: Sequence[Path], journals: JournalPlace | None = None) -> MoveResult:
         """Move all bytes into files that exist with their full size.
+
+        Args:
+            paths: The files.
+            journals: Where to claim what is written, and what is there already; ``None`` where
+                nobody will ask.
 
         Raises:
             ConsolidateError: If any rank failed; every rank raises.
@@ -158,16 +165,22 @@ class _Direct:
             memory_limits=limits,
         )
 
-    def move(self, paths: Sequence[Path]) -> MoveResult:
+    def move(self, paths: Sequence[Path], journals: JournalPlace | None = None) -> MoveResult:
         """Move all bytes (see :class:`Moving`)."""
         rank = self._world.rank
         if rank not in self.writers:
             share, num_threads = Share(self._plan, self._maps, [], 1), 1
         else:
             share, num_threads = self._share(rank), self._settled.crews[rank].num_threads
-        owned = self._owned[rank]
+        finished = Finished() if journals is None else journals.finished
+        # Nobody writes what an earlier run has finished: no thread may wait for it.
         digests = make_digests(
-            self._options, self._plan, self._layouts, owned, paths, in_order=True
+            self._options,
+            self._plan,
+            self._layouts,
+            self._owned[rank],
+            paths,
+            in_order=not finished,
         )
         work = DirectWork(
             folder=self._planned.folder.folders,
@@ -179,6 +192,8 @@ class _Direct:
             io=self._options.io,
             num_threads=num_threads,
             digests=digests,
+            journal=None if journals is None else Journal(journals, rank, paths),
+            finished=finished,
         )
         move, control = DirectMove(work), self._world.control
         with closing_digests(digests):
@@ -268,7 +283,7 @@ class _Exchange:
             )
         return tuple(found)
 
-    def move(self, paths: Sequence[Path]) -> MoveResult:
+    def move(self, paths: Sequence[Path], journals: JournalPlace | None = None) -> MoveResult:
         """Move all bytes (see :class:`Moving`)."""
         from dist_consolidate.runtime.pipeline import move
         from dist_consolidate.runtime.transport import make_transport
@@ -279,10 +294,13 @@ class _Exchange:
         mine = self._dealt[self._world.rank]
         digests = make_digests(self._options, self._plan, self._layouts, mine, paths)
         with closing_digests(digests):
-            result = move(self._work(paths, digests), self._world, transport, self._budget)
+            work = self._work(paths, digests, journals)
+            result = move(work, self._world, transport, self._budget)
             return finish_together(result, digests, self._world.control)
 
-    def _work(self, paths: Sequence[Path], digests: Digests | None) -> Work:
+    def _work(
+        self, paths: Sequence[Path], digests: Digests | None, journals: JournalPlace | None
+    ) -> Work:
         from dist_consolidate.runtime.assemble import Moved
         from dist_consolidate.runtime.ownership import Place
         from dist_consolidate.runtime.pipeline import Work
@@ -312,6 +330,7 @@ class _Exchange:
             checksums=any(layout.needs_crc for layout in self._layouts),
             visible=self._planned.visible,
             digests=digests,
+            journals=journals,
         )
 
 

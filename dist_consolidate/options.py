@@ -71,6 +71,7 @@ class Options:
         sha256: Note the SHA-256 of every file in the manifest.
         verify: Compare the result with its manifest and with the checkpoint in the end.
         overwrite: Replace an earlier result.
+        resume: Go on from what an earlier run has left, and leave work for a later one.
         dry_run: Plan only.
     """
 
@@ -107,6 +108,7 @@ class Options:
     sha256: bool = False
     verify: bool = False
     overwrite: bool = False
+    resume: bool = False
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -136,7 +138,7 @@ class Options:
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
         switches = (
             "exclude_frozen", "trust_masters", "allow_16bit", "sha256", "verify", "overwrite",
-            "dry_run",
+            "resume", "dry_run",
         )  # fmt: skip
         for name in switches:
             if not isinstance(getattr(self, name), bool):

@@ -55,6 +55,7 @@ class Report:
         ranks: What each rank did.
         is_dry_run: Nothing was written; the figures say what would be.
         verified: What ``verify`` found, for people.
+        num_bytes_resumed: Bytes of the output files that an earlier run had finished.
     """
 
     output_dir: Path
@@ -74,6 +75,7 @@ class Report:
     ranks: tuple[RankReport, ...]
     is_dry_run: bool = False
     verified: tuple[str, ...] = ()
+    num_bytes_resumed: int = 0
 
 
 def peak_memory_bytes() -> int:

@@ -49,8 +49,8 @@ def published(out: Path) -> list[str]:
 
 
 def leftovers(out: Path) -> list[Path]:
-    """Work folders beside or in the output folder."""
-    return [p for at in (out.parent, out) if at.is_dir() for p in at.glob(".*consolidating-*")]
+    """Work folders and locks beside or in the output folder."""
+    return [p for at in (out.parent, out) if at.is_dir() for p in at.glob(".*consolidating*")]
 
 
 def assert_refused(ended: Sequence[Ended], code: int, out: Path) -> str:
@@ -218,7 +218,7 @@ def test_a_killed_rank_ends_all_ranks_and_the_next_run_clears_up(
     assert message.startswith(f"rank {killed} (on {socket.gethostname()}): ended without a word")
     assert not published(out)
     # Only rank 0 knows of the work folder, and can no longer remove it where it was killed.
-    assert len(leftovers(out)) == (killed == 0)
+    assert len(leftovers(out)) == 2 * (killed == 0)
     consolidate(ckpt, out)
     assert not leftovers(out)
     assert_same_bits(load_output(out), truths[3].fp32)

@@ -3,7 +3,8 @@
 Files grow in a work folder on the output's file system, under names no loader looks for. When they
 are complete they are synced and renamed: a new output folder in one step, files of an existing one
 with the index last, because loaders start from the index. A run that dies leaves a work folder,
-which the next run for the same output removes.
+which the next run for the same output removes, or goes on from; one that dies while it renames
+leaves a note in there, too, by which the next run ends that first.
 """
 
 from __future__ import annotations
@@ -12,28 +13,33 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
-import fcntl
 import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from dist_consolidate.doing import PUBLISHING, Doing
 from dist_consolidate.errors import ConsolidateError, ResourceError, UsageError, listing
 from dist_consolidate.filesystems import is_in_memory
-from dist_consolidate.output.index import (
-    MANIFEST_NAME,
-    STATES_FOLDER,
-    is_index_file,
-    is_weight_file,
+from dist_consolidate.output import work
+from dist_consolidate.output.identity import difference
+from dist_consolidate.output.index import STATES_FOLDER, is_weight_file
+from dist_consolidate.output.letter_case import check_letter_case
+from dist_consolidate.output.lock import OutputLock, refuse_if_held, take
+from dist_consolidate.output.placing import (
+    end_publishing,
+    files_below,
+    folders_of,
+    mark,
+    move_files,
+    remove_stale,
 )
+from dist_consolidate.output.work import sync
 from dist_consolidate.units import format_bytes
 
-_TOKEN = r"[A-Za-z0-9_-]+"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Descriptors that hold this process's work folders, so that no other run takes them for left over.
-_locks: dict[Path, int] = {}
+# What this process holds, by work folder.
+_locks: dict[Path, OutputLock] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,18 +48,33 @@ class Publication:
 
     Attributes:
         output_dir: Where the result will stand, symbolic links resolved.
-        work_dir: Where its files are written until then.
+        work_dir: Where its files are written until then: a folder in the work folder.
         file_names: All files of the result, index and manifest included.
+        notes: What became of earlier runs' work.
+        overwrites: Whether an older result may be there, to be replaced.
+        may_resume: Whether a later run may go on from here.
+        is_resumed: Whether an earlier run's files are there.
+        is_done: Whether an earlier run's result, the same as this one's, stands in place already.
     """
 
     output_dir: Path
     work_dir: Path
     file_names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    overwrites: bool = False
+    may_resume: bool = False
+    is_resumed: bool = False
+    is_done: bool = False
+
+    @property
+    def home(self) -> Path:
+        """The work folder."""
+        return self.work_dir.parent
 
     @property
     def is_new_folder(self) -> bool:
-        """Whether the work folder becomes the output folder, rather than its files moving there."""
-        return self.work_dir.parent != self.output_dir
+        """Whether ``work_dir`` becomes the output folder, rather than its files moving there."""
+        return self.home.parent != self.output_dir
 
     def create_file(self, name: str, num_bytes: int) -> Path:
         """Create a file of the result at its full size, its space reserved where that is possible.
@@ -71,6 +92,8 @@ class Publication:
         """
         assert name in self.file_names, f"{name} was not announced"
         path = self.work_dir / name
+        if self.is_resumed:
+            return path  # its size was looked at when it was taken over
         with _explained(path):
             path.parent.mkdir(exist_ok=True)
         with _explained(path), Doing("reserving", path), path.open("xb") as file:
@@ -96,128 +119,255 @@ class Publication:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
 
+    def sync_folders(self) -> None:
+        """Wait until the files are on disk as far as that they exist.
+
+        Raises:
+            UsageError: If a folder cannot be synced.
+        """
+        with _explained(self.output_dir):
+            for folder in folders_of(self.file_names):
+                if (self.work_dir / folder).is_dir():
+                    sync(self.work_dir / folder)
+            for path in (self.work_dir, self.home, self.home.parent):
+                sync(path)
+
     def publish(self, last: Sequence[str] = ()) -> None:
         """Put the finished result in place.
 
-        In an existing folder, first the old index and manifest go, then old weight files that the
-        result does not replace, then the new files come. Should that fail half-way, the new files
-        move back to the work folder. On file systems shared by hosts, each writer must have synced
-        what it wrote.
+        In an existing folder, first go the old index (or the file that needs none) and the
+        manifest, then old weight files that the result does not replace, then the new files come.
+        Should that fail half-way, the new files move back to the work folder; should this process
+        be killed, the next run for the same output ends it. On file systems shared by hosts, each
+        writer must have synced what it wrote.
 
         Args:
-            last: Names to rename after all others, in this order: manifest, then index.
+            last: Names to rename after all others, in this order: manifest, then what loaders look
+                for first.
 
         Raises:
             ConsolidateError: If the work folder does not hold exactly ``file_names``.
-            UsageError: If a file cannot be synced, removed or renamed.
+            UsageError: If a file cannot be synced, removed or renamed, or another run has taken
+                this one for dead.
         """
         self._check_complete()
+        first = tuple(name for name in self.file_names if name not in last)
         with _explained(self.output_dir):
             for name in self.file_names:
-                _sync(self.work_dir / name)
-            for folder in _folders(self.file_names):
-                _sync(self.work_dir / folder)
-            _sync(self.work_dir)
+                sync(self.work_dir / name)
+            for folder in folders_of(self.file_names):
+                sync(self.work_dir / folder)
+            sync(self.work_dir)
+            self._check_lock()
             with Doing(PUBLISHING, self.output_dir):
-                if self.is_new_folder:
-                    self.work_dir.rename(self.output_dir)
-                    _sync(self.output_dir.parent)
-                    self._unlock()
-                else:
-                    self._remove_stale()
-                    self._move_files([n for n in self.file_names if n not in last], last)
+                self._put_in_place(first, tuple(last))
+                self.abandon()
+
+    def _put_in_place(self, first: tuple[str, ...], last: tuple[str, ...]) -> None:
+        if not self.is_new_folder:
+            # Others may have put files there meanwhile.
+            _refuse_occupied(self.output_dir, self.file_names, self.overwrites)
+        marker = mark(self.output_dir, self.work_dir, first, last)
+        try:
+            if not self.is_new_folder:
+                work.write_marker(self.home, marker)
+                remove_stale(self.output_dir, self.file_names)
+                move_files(self.work_dir, self.output_dir, marker)
+                return
+            if self.may_resume:  # or else nobody would ask whether this very result is in place
+                work.write_marker(self.home, marker)
+            self.work_dir.rename(self.output_dir)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                work.remove_marker(self.home)
+            raise
+        sync(self.output_dir.parent)
 
     def abandon(self) -> None:
-        """Remove the work folder as far as possible; nothing of it was published."""
-        shutil.rmtree(self.work_dir, ignore_errors=True)
-        self._unlock()
+        """Remove the work folder as far as possible; nothing in it is published any more."""
+        work.remove_work(self.home)
+        self.leave()
 
-    def _unlock(self) -> None:
-        descriptor = _locks.pop(self.work_dir, None)
-        if descriptor is not None:
-            os.close(descriptor)
+    def leave(self) -> None:
+        """Let other runs have the work folder."""
+        lock = _locks.pop(self.home, None)
+        if lock is not None:
+            lock.release()
+
+    def _check_lock(self) -> None:
+        lock = _locks.get(self.home)
+        if lock is not None and not lock.is_held():
+            raise UsageError(
+                f"{self.output_dir}: this run did nothing for so long that another one took it for "
+                f"dead and writes its own result there ({lock.path}); nothing was published"
+            )
 
     def _check_complete(self) -> None:
-        found = set(_files_below(self.work_dir))
+        found = set(files_below(self.work_dir))
         wrong = sorted(found.symmetric_difference(self.file_names))
         if wrong:
             raise ConsolidateError(
                 listing(f"{self.work_dir} lacks files of the result or holds others", wrong)
             )
 
-    def _remove_stale(self) -> None:
-        old_names = _weight_names(self.output_dir)
-        # Without index or manifest nobody takes a mixture of old and new files for a result.
-        entry_points = [n for n in old_names if is_index_file(n) or n == MANIFEST_NAME]
-        stale = [n for n in old_names if n not in (*self.file_names, *entry_points)]
-        for group in (entry_points, stale):
-            for name in group:
-                (self.output_dir / name).unlink()
-            for folder in _folders(group):
-                _sync(self.output_dir / folder)
-                with contextlib.suppress(OSError):  # where others have put files, it stays
-                    (self.output_dir / folder).rmdir()
-            _sync(self.output_dir)
-
-    def _move_files(self, first: Sequence[str], last: Sequence[str]) -> None:
-        moved: list[str] = []
-        try:
-            for folder in _folders(self.file_names):
-                (self.output_dir / folder).mkdir(exist_ok=True)
-            for group in (first, last):
-                for name in group:
-                    # Replaces a symbolic link of that name; does not follow it.
-                    (self.work_dir / name).rename(self.output_dir / name)
-                    moved.append(name)
-                for folder in _folders(group):
-                    _sync(self.output_dir / folder)
-                _sync(self.output_dir)
-        except BaseException:
-            for name in reversed(moved):
-                with contextlib.suppress(OSError):
-                    (self.output_dir / name).rename(self.work_dir / name)
-            raise
-        self.abandon()
-
 
 def prepare(
-    output_dir: Path, file_names: Sequence[str], token: str, *, overwrite: bool = False
+    output_dir: Path,
+    file_names: Sequence[str],
+    token: str,
+    *,
+    overwrite: bool = False,
+    identity: work.Identity | None = None,
 ) -> Publication:
-    """Check that a result may be written, and make its work folder.
+    """Check that a result may be written, and make its work folder, or take an earlier one over.
 
-    Work folders that earlier runs for the same output left behind are removed. A folder that
-    exists already, even an empty one, is kept rather than replaced: it may be a mount point, a
-    shell's current folder, or carry access rights or striping that its user chose.
+    Work folders that earlier runs for the same output left behind are removed, except for the one
+    that this run goes on from. A folder that exists already, even an empty one, is kept rather than
+    replaced: it may be a mount point, a shell's current folder, or carry access rights or striping
+    that its user chose.
 
     Args:
         output_dir: Where the result shall stand; a symbolic link to a folder is resolved.
         file_names: All files of the result, index and manifest included.
         token: Tells this run's work folder from others; letters, digits, ``_`` and ``-``.
         overwrite: Whether weight files that are there already may be replaced and removed.
+        identity: What decides the bytes of the result, where work may be taken over and left.
 
     Returns:
-        The publication, its work folder made and empty.
+        The publication, its work folder made.
 
     Raises:
         UsageError: If the output is no folder, cannot be written to, holds weight files without
-            ``overwrite``, or holds a folder under the name of a file.
+            ``overwrite``, or holds a folder under the name of a file, or if another run lives that
+            writes into it.
     """
-    assert re.fullmatch(_TOKEN, token), f"{token!r} is no token"
-    assert _folders(file_names) <= {STATES_FOLDER}, "a file name holds a folder"
-    output_dir = check_output(output_dir, file_names, overwrite=overwrite)
-    with _explained(output_dir), Doing("making a folder at", output_dir):
-        parent = output_dir if output_dir.is_dir() else output_dir.parent
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_old_work(output_dir)
-        work_dir = parent / f"{_work_prefix(output_dir)}{token}"
-        publication = Publication(output_dir, work_dir, tuple(file_names))
+    assert re.fullmatch(work.TOKEN, token), f"{token!r} is no token"
+    assert folders_of(file_names) <= {STATES_FOLDER}, "a file name holds a folder"
+    output_dir = _resolved(output_dir)
+    if not any(work.read_marker(home) for home in work.find_leftovers(output_dir)):
+        check_output(output_dir, file_names, overwrite=overwrite)
+    with _explained(output_dir):
+        with Doing("making a folder at", output_dir):
+            parent = output_dir if output_dir.is_dir() else output_dir.parent
+            parent.mkdir(parents=True, exist_ok=True)
+        lock = take(parent / work.lock_name(output_dir), output_dir)
         try:
-            work_dir.mkdir()
-            _locks[work_dir] = _lock(work_dir)
+            other = output_dir if parent != output_dir else output_dir.parent
+            refuse_if_held(other / work.lock_name(output_dir), output_dir)
+            publication = _Preparing(output_dir, tuple(file_names), overwrite, identity).run(token)
         except BaseException:  # a signal's, too
-            publication.abandon()
+            lock.release()
             raise
+        _locks[publication.home] = lock
+    if publication.is_done:
+        publication.leave()
     return publication
+
+
+class _Preparing:
+    """Making a work folder, while this process holds the output's lock."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        file_names: tuple[str, ...],
+        overwrite: bool,
+        identity: work.Identity | None,
+    ) -> None:
+        self._output_dir, self._names, self._overwrite = output_dir, file_names, overwrite
+        self._identity, self._notes = identity, list[str]()
+
+    def run(self, token: str) -> Publication:
+        """Look at what is there, then make the folder."""
+        work.remove_lock_litter(self._output_dir)
+        is_done = self._end_earlier()
+        name = f"{work.work_prefix(self._output_dir)}{token}"
+        if is_done:
+            # Where the work folder would be: there is none.
+            return self._publication(self._output_dir / name / work.RESULT, is_done=True)
+        try:
+            check_output(self._output_dir, self._names, overwrite=self._overwrite)
+        except UsageError as error:
+            raise UsageError("\n".join([*self._notes, str(error)])) from error
+        is_there = self._output_dir.is_dir()
+        parent = self._output_dir if is_there else self._output_dir.parent
+        home = parent / name
+        with Doing("making a folder at", self._output_dir):
+            if self._take_over(home):
+                return self._publication(home / work.RESULT, is_resumed=True)
+            try:
+                home.mkdir()
+                (home / work.RESULT).mkdir()
+                check_letter_case(home / work.RESULT, self._output_dir, self._names)
+                if self._identity is not None:
+                    work.write_identity(home, self._identity)
+            except BaseException:  # a signal's, too
+                work.remove_work(home)
+                raise
+        return self._publication(home / work.RESULT)
+
+    def _publication(
+        self, work_dir: Path, *, is_resumed: bool = False, is_done: bool = False
+    ) -> Publication:
+        return Publication(
+            self._output_dir,
+            work_dir,
+            self._names,
+            tuple(self._notes),
+            overwrites=self._overwrite,
+            may_resume=self._identity is not None,
+            is_resumed=is_resumed,
+            is_done=is_done,
+        )
+
+    def _end_earlier(self) -> bool:
+        """End what was cut off while it was published; tell whether that is this run's result."""
+        is_mine = False
+        for home in work.find_leftovers(self._output_dir):
+            marker, found = work.read_marker(home), work.read_identity(home)
+            if marker is None or not end_publishing(self._output_dir, home, marker):
+                continue
+            self._notes.append(
+                f"{self._output_dir}: an earlier run was killed while it put its complete result "
+                "in place; this one has ended that"
+            )
+            is_mine = self._identity is not None and not difference(found, self._identity)
+        return is_mine
+
+    def _take_over(self, home: Path) -> bool:
+        """Make an earlier run's work folder this run's, if one fits; remove all others."""
+        is_taken, reasons = False, []
+        for old in work.find_leftovers(self._output_dir):
+            if not is_taken and not (reason := self._why_not(old)):
+                try:
+                    # Under another name: should its owner live after all, it finds nothing there.
+                    old.rename(home)
+                    is_taken = True
+                    continue
+                except OSError as error:
+                    reason = f"{old}: cannot be moved to {home}: {error.strerror}"
+            if not is_taken:
+                reasons.append(reason)
+            work.remove_work(old)
+        if self._identity is not None and not is_taken:
+            self._notes += [f"--resume: started anew: {reason}" for reason in reasons]
+        if is_taken:
+            work.keep_only(home, tuple(self._sizes))
+        return is_taken
+
+    @property
+    def _sizes(self) -> Mapping[str, int]:
+        assert self._identity is not None
+        sizes: Mapping[str, int] = self._identity["files"]
+        return sizes
+
+    def _why_not(self, old: Path) -> str:
+        if self._identity is None:
+            return "not asked for"
+        reason = difference(work.read_identity(old), self._identity)
+        if not reason and not work.is_intact(old, self._sizes):
+            reason = f"an earlier run's files are gone or cut short ({old})"
+        return reason
 
 
 def check_output(output_dir: Path, file_names: Sequence[str], *, overwrite: bool = False) -> Path:
@@ -238,10 +388,17 @@ def check_output(output_dir: Path, file_names: Sequence[str], *, overwrite: bool
         return _check_output(output_dir, file_names, overwrite)
 
 
+def _resolved(output_dir: Path) -> Path:
+    with Doing("looking at", output_dir):
+        if (output_dir.exists() or output_dir.is_symlink()) and not output_dir.is_dir():
+            raise UsageError(
+                f"{output_dir} exists and is not a folder; choose another output folder"
+            )
+        return output_dir.resolve()
+
+
 def _check_output(output_dir: Path, file_names: Sequence[str], overwrite: bool) -> Path:
-    if (output_dir.exists() or output_dir.is_symlink()) and not output_dir.is_dir():
-        raise UsageError(f"{output_dir} exists and is not a folder; choose another output folder")
-    output_dir = output_dir.resolve()
+    output_dir = _resolved(output_dir)
     with _explained(output_dir):
         if output_dir.is_dir():
             _refuse_occupied(output_dir, file_names, overwrite)
@@ -261,10 +418,12 @@ def check_free_space(path: Path, num_bytes: int, *, overwrite: bool = False) -> 
     """
     with Doing("looking at", path):
         existing = path.resolve()
+        num_there_bytes = work.allocated_bytes(existing)
         while not existing.exists():
             existing = existing.parent
         status = os.statvfs(existing)
-    num_free_bytes = status.f_bavail * status.f_frsize
+    # What earlier runs have left there is used or removed.
+    num_free_bytes = status.f_bavail * status.f_frsize + num_there_bytes
     if num_bytes <= num_free_bytes:
         return
     kept = " (files to be overwritten stay until the new ones are complete)" if overwrite else ""
@@ -275,35 +434,15 @@ def check_free_space(path: Path, num_bytes: int, *, overwrite: bool = False) -> 
     )
 
 
-def _weight_names(folder: Path) -> list[str]:
-    return sorted(name for name in _files_below(folder) if is_weight_file(name))
-
-
-def _files_below(folder: Path) -> list[str]:
-    """Name what lies in a folder, and in its folder of optimizer states (no symbolic link)."""
-    names = []
-    for path in folder.iterdir():
-        if path.name == STATES_FOLDER and path.is_dir() and not path.is_symlink():
-            names += [f"{STATES_FOLDER}/{inner.name}" for inner in path.iterdir()]
-        else:
-            names.append(path.name)
-    return names
-
-
-def _folders(file_names: Iterable[str]) -> set[str]:
-    """Give the folders that files of a result lie in, the output folder itself not counted."""
-    return {str(PurePosixPath(name).parent) for name in file_names} - {"."}
-
-
 def _refuse_occupied(output_dir: Path, file_names: Sequence[str], overwrite: bool) -> None:
     paths = [
         output_dir / name
-        for name in sorted(_files_below(output_dir))
+        for name in sorted(files_below(output_dir))
         if is_weight_file(name) or name in file_names
     ]
     states = output_dir / STATES_FOLDER
     odd = states.is_symlink() or (states.exists() and not states.is_dir())
-    if odd and _folders(file_names):
+    if odd and folders_of(file_names):
         raise UsageError(f"{states}: is no folder, but the optimizer's states go there; move it")
     folders = [path.name for path in paths if path.is_dir() and not path.is_symlink()]
     if folders:
@@ -314,49 +453,6 @@ def _refuse_occupied(output_dir: Path, file_names: Sequence[str], overwrite: boo
         advice = "Pass --overwrite to replace them, or choose another output folder."
         names = [str(path.relative_to(output_dir)) for path in paths]
         raise UsageError(listing(f"{output_dir} holds weight files already", names, advice))
-
-
-def _work_prefix(output_dir: Path) -> str:
-    return f".{output_dir.name}.consolidating-"
-
-
-def _remove_old_work(output_dir: Path) -> None:
-    pattern = re.compile(re.escape(_work_prefix(output_dir)) + _TOKEN)
-    for folder in (output_dir, output_dir.parent):
-        # A parent that may not be listed, or another user's leftovers, stop no one.
-        with contextlib.suppress(OSError):
-            for path in list(folder.iterdir()):
-                if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                    if _is_locked(path):
-                        raise UsageError(
-                            f"{output_dir}: another run is writing its result there ({path}); "
-                            "wait for it, or choose another output folder"
-                        )
-                    shutil.rmtree(path, ignore_errors=True)
-
-
-def _lock(folder: Path) -> int:
-    """Hold a folder, where the file system can."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # a file system that cannot lock a folder (NFS)
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
@@ -373,15 +469,6 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
     if fallocate(descriptor, 0, start, length) != 0 and ctypes.get_errno() in _NO_SPACE:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with Doing("syncing", path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

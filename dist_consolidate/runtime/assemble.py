@@ -109,7 +109,7 @@ class Assembler:
         self._is_cast = [moved.source_dtype != moved.output_dtype for moved in tensors]
         self._room = torch.empty(sorting_bytes, dtype=torch.uint8, device=device)
         self._infinite = torch.zeros(len(tensors), dtype=torch.bool, device=device)
-        self._watches = any(map(_may_overflow, tensors))
+        self._watches = any(map(may_overflow, tensors))
         self._slot: Slot | None = None
         self._runs: list[Run] = []
 
@@ -188,7 +188,7 @@ class Assembler:
             target = slot.tensor[slot.used_bytes : slot.used_bytes + num_bytes]
             with self._clock.device("assemble", num_bytes):
                 _copy(target, block, done, done + step, moved.output_dtype)
-            if _may_overflow(moved):
+            if may_overflow(moved):
                 self._watch(tensor, target)
             run = Run(tensor, (start + done) * width, slot.used_bytes, num_bytes)
             self._runs.append(run)
@@ -208,7 +208,8 @@ class Assembler:
         return self._slot
 
 
-def _may_overflow(moved: Moved) -> bool:
+def may_overflow(moved: Moved) -> bool:
+    """Tell whether a tensor is cast to fp16, whose range ends at 65504."""
     return moved.output_dtype == torch.float16 != moved.source_dtype
 
 

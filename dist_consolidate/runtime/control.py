@@ -145,6 +145,11 @@ class Control:
         if self.watch is not None:
             self.watch.clean_up = action
 
+    def tell_with(self, action: Callable[[], str]) -> None:
+        """Name what says, should the run fail, what people can do with what it leaves."""
+        if self.watch is not None:
+            self.watch.advice = action
+
     def finish(self) -> None:
         """Note that the result is in place; see :meth:`Watch.finish`."""
         if self.watch is not None:

@@ -21,16 +21,19 @@ from dist_consolidate.errors import Caught
 from dist_consolidate.filesystems import is_in_memory
 from dist_consolidate.plan.direct import DirectBucket, Filled, Share
 from dist_consolidate.plan.plan import Plan
+from dist_consolidate.plan.ranges import Finished
 from dist_consolidate.runtime.bypass import BypassReader, IoChoice, Lap, Way
 from dist_consolidate.runtime.cast import Caster, has_infinity, overflows
 from dist_consolidate.runtime.collector import collector_paused
 from dist_consolidate.runtime.digests import Digests
+from dist_consolidate.runtime.journal import Journal
 from dist_consolidate.runtime.outfiles import OutputFiles, aligned_bytes
 from dist_consolidate.runtime.results import Checksum, MoveResult
 from dist_consolidate.runtime.stages import Stopwatch
 
 # A call for a shorter copy costs as much as the copy.
 _MIN_KERNEL_COPY_BYTES = 1 << 20
+_NOTHING = Finished()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class DirectWork:
         io: ``auto``, ``buffered`` or ``direct``.
         num_threads: Threads; each holds one bucket, and its source where that is cast.
         digests: Told of everything that is written.
+        journal: Told of what is written, where an unbroken run is not taken for granted.
+        finished: What an earlier run has finished of the files.
     """
 
     folder: Path | Sequence[Path]
@@ -58,6 +63,8 @@ class DirectWork:
     io: str
     num_threads: int
     digests: Digests | None = None
+    journal: Journal | None = None
+    finished: Finished = _NOTHING
 
 
 class Source(NamedTuple):
@@ -93,7 +100,9 @@ class DirectMove:
         """Open nothing yet."""
         self._work, self._watch = work, Stopwatch()
         self._reader = ShardReader(work.folder, work.file_bytes)
-        self._output = OutputFiles(work.files, self._watch, work.digests)
+        self._output = OutputFiles(
+            work.files, self._watch, digests=work.digests, journal=work.journal
+        )
         self._choice = IoChoice(work.io, work.share.num_bytes)
         self._next = iter(range(work.share.num_buckets))
         self._lock, self._stop = threading.Lock(), threading.Event()
@@ -191,13 +200,44 @@ class _Worker:
         self._by_kernel = move.may_copy_by_kernel
         self.checksums: list[Checksum] = []
         self.overflowed: set[int] = set()
+        # File, first byte and the byte behind the last one, of what was there already.
+        self.skipped: list[tuple[int, int, int]] = []
 
     def run(self) -> None:
         with (caught := Caught()):
             while (index := self._move.take()) is not None:
-                self._do(self._move._work.share.bucket(index))
+                bucket = self._move._work.share.bucket(index)
+                if self._is_finished(bucket):
+                    self._look_back(bucket)
+                else:
+                    self._do(bucket)
         if caught.error is not None:
             self._move.fail(caught.error)
+
+    def _is_finished(self, bucket: DirectBucket) -> bool:
+        finished = self._move._work.finished
+        return bool(finished) and all(
+            finished.covers(write.file, write.offset_bytes, write.offset_bytes + write.num_bytes)
+            for write in bucket.writes
+        )
+
+    def _look_back(self, bucket: DirectBucket) -> None:
+        """Find out of a bucket that an earlier run has finished what is told of the others."""
+        self.skipped += [
+            (write.file, write.offset_bytes, write.offset_bytes + write.num_bytes)
+            for write in bucket.writes
+        ]
+        tensors = (self._plan.tensors[item.tensor] for item in bucket.elements)
+        if not self._move._work.checksums and not any(
+            overflows(tensor.source.dtype, tensor.dtype) for tensor in tensors
+        ):
+            return
+        for write in bucket.writes:
+            room = self._out[write.at_bytes : write.at_bytes + write.num_bytes]
+            self._output.read(write.file, room, write.offset_bytes)
+        self._watch_infinities(bucket.elements)
+        if self._move._work.checksums:
+            self._note_checksums(bucket.elements)
 
     def _do(self, bucket: DirectBucket) -> None:
         way, lap = self._move._choice.next(), Lap()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from dist_consolidate.doing import Doing
 from dist_consolidate.runtime.digests import Digests
+from dist_consolidate.runtime.journal import Journal
 from dist_consolidate.runtime.stages import Stopwatch
 from dist_consolidate.runtime.writeback import start_writeback, wait_for_writeback
 
@@ -56,16 +57,23 @@ class OutputFiles:
     """
 
     def __init__(
-        self, paths: Sequence[Path], watch: Stopwatch, digests: Digests | None = None
+        self,
+        paths: Sequence[Path],
+        watch: Stopwatch,
+        *,
+        digests: Digests | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """Open nothing yet.
 
         Args:
             paths: The files.
             watch: Where the time goes to.
-            digests: Told of everything that is written.
+            digests: Told of what was written.
+            journal: Told of it, too; closed with the files.
         """
-        self._paths, self._watch, self._digests = paths, watch, digests
+        self._paths, self._watch = paths, watch
+        self._digests, self._journal = digests, journal
         if digests is not None:
             digests.watch_with(watch)
         # Until a file system says that it cannot.
@@ -105,9 +113,7 @@ class OutputFiles:
             self._plainly(file, data[high:], offset_bytes + high)
             if wait:
                 wait_for_writeback(self._descriptor(file), offset_bytes, len(data))
-        self._count(len(data))
-        if self._digests is not None:
-            self._digests.written(file, offset_bytes, offset_bytes + len(data), data)
+        self._count(file, offset_bytes, len(data), data)
 
     def copy(
         self, file: int, offset_bytes: int, source: int, source_bytes: int, num_bytes: int
@@ -146,9 +152,7 @@ class OutputFiles:
                     break
                 start_writeback(descriptor, offset_bytes + done, count)
                 done += count
-        self._count(done)
-        if self._digests is not None:
-            self._digests.written(file, offset_bytes, offset_bytes + done)
+        self._count(file, offset_bytes, done)
         return done
 
     def sync(self) -> None:
@@ -162,16 +166,46 @@ class OutputFiles:
                 with _named(self._paths[file], "syncing"):
                     os.fsync(descriptor)
                 self.num_synced += 1
+            if self._journal is not None:
+                self._journal.finish()
+
+    def read(self, file: int, room: memoryview, offset_bytes: int) -> None:
+        """Read back what an earlier run has written.
+
+        Args:
+            file: Index of the file.
+            room: Where the bytes go; filled as a whole.
+            offset_bytes: Where they begin in the file.
+
+        Raises:
+            OSError: With the file's name, if the system refuses.
+        """
+        done = 0
+        with _named(self._paths[file], "reading back"):
+            descriptor = self._descriptor(file, os.O_RDONLY)
+            while done < len(room):
+                count = os.preadv(descriptor, [room[done:]], offset_bytes + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file was cut short", str(self._paths[file]))
+                done += count
 
     def close(self) -> None:
         """Close the files."""
+        if self._journal is not None:
+            self._journal.close()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(
+        self, file: int, offset_bytes: int, num_bytes: int, data: memoryview | None = None
+    ) -> None:
         with self._lock:
             self.num_bytes_written += num_bytes
+        if self._journal is not None and num_bytes:
+            self._journal.written(file, offset_bytes, offset_bytes + num_bytes)
+        if self._digests is not None:
+            self._digests.written(file, offset_bytes, offset_bytes + num_bytes, data)
 
     def _plainly(self, file: int, data: memoryview, offset_bytes: int) -> None:
         if len(data):
@@ -181,7 +215,7 @@ class OutputFiles:
 
     def _directly(self, file: int, data: memoryview, offset_bytes: int) -> bool:
         try:
-            _write_all(self._descriptor(file, os.O_DIRECT), data, offset_bytes)
+            _write_all(self._descriptor(file, os.O_WRONLY | os.O_DIRECT), data, offset_bytes)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -190,13 +224,11 @@ class OutputFiles:
             return False
         return True
 
-    def _descriptor(self, file: int, flag: int = 0) -> int:
+    def _descriptor(self, file: int, flags: int = os.O_WRONLY) -> int:
         with self._lock:
-            key = (file, flag)
+            key = (file, flags)
             if key not in self._descriptors:
-                self._descriptors[key] = os.open(
-                    self._paths[file], os.O_WRONLY | os.O_CLOEXEC | flag
-                )
+                self._descriptors[key] = os.open(self._paths[file], flags | os.O_CLOEXEC)
             return self._descriptors[key]
 
 

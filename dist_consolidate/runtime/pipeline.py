@@ -20,13 +20,16 @@ from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.errors import Caught, LostError
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.plan.owners import Owners
+from dist_consolidate.plan.ranges import Finished
 from dist_consolidate.runtime.assemble import Assembler, Moved, RowOrder
 from dist_consolidate.runtime.budget import Budget
 from dist_consolidate.runtime.buffers import Pool, Table
 from dist_consolidate.runtime.clock import Clock
 from dist_consolidate.runtime.collector import collector_paused
 from dist_consolidate.runtime.digests import Digests
+from dist_consolidate.runtime.earlier import Earlier, LookBack
 from dist_consolidate.runtime.exchange import Exchange
+from dist_consolidate.runtime.journal import Journal, JournalPlace
 from dist_consolidate.runtime.loader import Load, Loader
 from dist_consolidate.runtime.numa import kept_near
 from dist_consolidate.runtime.ownership import Ownership, Place
@@ -54,6 +57,7 @@ class Work:
         checksums: Note a CRC-32 of everything that is written.
         visible: For each rank, the shards it sees.
         digests: Told of everything that is written here.
+        journals: Where to claim what is written, and what an earlier run has finished.
     """
 
     folder: Path | Sequence[Path]
@@ -67,6 +71,7 @@ class Work:
     checksums: bool
     visible: Sequence[frozenset[str]]
     digests: Digests | None = None
+    journals: JournalPlace | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,7 +173,10 @@ class _Mover:
         self.work, self.world, self.transport, self.budget = work, world, transport, budget
         self.writes = world.rank in work.writers
         self.lanes = [self._lane(phase) for phase in work.phases]
-        self.num_steps = sum(phase.num_buckets for phase in work.phases)
+        finished = Finished() if work.journals is None else work.journals.finished
+        self.earlier = Earlier(finished, work.phases, work.tensors, work.places)
+        num_buckets = sum(phase.num_buckets for phase in work.phases)
+        self.num_steps = num_buckets - len(self.earlier.buckets)
         self.clock = Clock(world.device)
         self.ownership = Ownership(
             work.owners,
@@ -176,6 +184,13 @@ class _Mover:
             world.rank,
             work.places,
             [moved.output_dtype.itemsize for moved in work.tensors],
+        )
+        self.look_back = LookBack(
+            self.earlier,
+            self.ownership,
+            work.tensors,
+            work.files,
+            checksums=work.checksums,
         )
 
     def _lane(self, phase: Phase) -> _Lane:
@@ -190,7 +205,10 @@ class _Mover:
     def _steps(self) -> Iterator[_Step]:
         """Give the rounds, the same on every rank but for its own lanes."""
         buckets = (
-            (lane, bucket) for lane in self.lanes for bucket in range(lane.phase.num_buckets)
+            (lane, bucket)
+            for index, lane in enumerate(self.lanes)
+            for bucket in range(lane.phase.num_buckets)
+            if (index, bucket) not in self.earlier.buckets
         )
         for lane, bucket in buckets:
             yield _Step(lane, bucket, self.ownership.writers(lane.phase.pieces(bucket)))
@@ -204,6 +222,7 @@ class _Mover:
             with caught:
                 tools = self._open(stack)
             self.world.control.agree(caught.error)
+            self._look_back()
             try:
                 self._run_steps(tools)
             except LostError:
@@ -213,10 +232,19 @@ class _Mover:
             return MoveResult(
                 tools.loader.num_bytes_read,
                 writer.num_bytes_written if writer else 0,
-                tuple(writer.checksums) if writer else (),
-                assembler.overflowed if assembler else frozenset(),
+                (*(writer.checksums if writer else ()), *self.look_back.checksums),
+                frozenset(self.look_back.overflowed).union(
+                    assembler.overflowed if assembler else ()
+                ),
                 self.clock.totals(),
             )
+
+    def _look_back(self) -> None:
+        """Find out of what is left out what is told of the rest."""
+        look = self.look_back
+        if look.is_needed:
+            action = look.run if self.writes else _nothing
+            self.world.control.together(action, look.stop, lambda: look.num_done)
 
     def _open(self, stack: contextlib.ExitStack) -> _Tools:
         """Allocate all memory and start the threads; the stack ends them."""
@@ -226,6 +254,8 @@ class _Mover:
         tables = Pool(Table(table_bytes, device) for _ in range(num_tables))
         writer = assembler = None
         if self.writes:
+            journals, files = self.work.journals, self.work.files
+            journal = None if journals is None else Journal(journals, self.world.rank, files)
             writer = Writer(
                 self.work.files,
                 self.work.places,
@@ -237,6 +267,7 @@ class _Mover:
                 device=device,
                 clock=self.clock,
                 digests=self.work.digests,
+                journal=journal,
             )
             stack.callback(writer.close)
             assembler = self._make_assembler(writer)
@@ -346,6 +377,10 @@ class _Mover:
         if table.view is None:
             table.released.record(torch.accelerator.current_stream(self.world.device))
         tables.give_back(table)
+
+
+def _nothing() -> None:
+    """Do nothing: what a rank does that writes nothing."""
 
 
 def _num_writers(wanted: int, num_files: int, *, checksums: bool) -> int:

@@ -48,6 +48,7 @@ class Watch:
 
     Attributes:
         clean_up: What removes everything half-made, once there is something.
+        advice: What says, should the run fail, what people can do with what it leaves.
         verdict: Why the run ends, once it does.
         code: What this process ends with, once that is told.
     """
@@ -65,6 +66,7 @@ class Watch:
         self._rank, self._timeout_sec, self._say = rank, timeout_sec, tell
         self.beat_sec = min(5.0, timeout_sec / 8)
         self.clean_up: Callable[[], None] | None = None
+        self.advice: Callable[[], str] | None = None
         self.verdict: Verdict | None = None
         self._stopped: Verdict | None = None
         self.code = 0

@@ -15,6 +15,7 @@ from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.buffers import use_device
 from dist_consolidate.runtime.clock import Clock
 from dist_consolidate.runtime.digests import Digests
+from dist_consolidate.runtime.journal import Journal
 from dist_consolidate.runtime.outfiles import OutputFiles
 from dist_consolidate.runtime.ownership import Ownership, Place, Run
 from dist_consolidate.runtime.results import Checksum
@@ -54,6 +55,7 @@ class Writer:
         device: torch.device,
         clock: Clock,
         digests: Digests | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """Start the threads.
 
@@ -66,8 +68,9 @@ class Writer:
             device: What the events of the buffers belong to.
             clock: Told of what is written.
             digests: Told of it, too.
+            journal: Told of it, too, where an unbroken run is not taken for granted.
         """
-        self._files = OutputFiles(files, clock.watch, digests)
+        self._files = OutputFiles(files, clock.watch, digests=digests, journal=journal)
         self._places, self._device = places, device
         self._ownership, self._want_checksums = ownership, checksums
         self.checksums: list[Checksum] = []

@@ -59,6 +59,7 @@ def test_defaults():
         "sha256": False,
         "verify": False,
         "overwrite": False,
+        "resume": False,
         "dry_run": False,
     }
     assert (options.tie_policy, options.max_shard_bytes) == ("copy", 5_000_000_000)
@@ -263,6 +264,7 @@ digest = "none"
 sha256 = true
 verify = true
 overwrite = true
+resume = true
 dry_run = true
 """
     values = load_config(config(tmp_path, text))
