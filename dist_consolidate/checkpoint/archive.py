@@ -15,7 +15,6 @@ import math
 import re
 import struct
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from dist_consolidate.checkpoint import unpickle
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.legacy import LegacyFile, is_legacy
 from dist_consolidate.checkpoint.unpickle import TensorRef
+from dist_consolidate.checksums import crc32
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -136,7 +136,7 @@ class ZipRecords:
             stream.seek(offset)
             data = stream.read(entry.file_size)
         # torch can be told to compute no CRC; then it is 0.
-        if entry.CRC and zlib.crc32(data) != entry.CRC:
+        if entry.CRC and crc32(data) != entry.CRC:
             raise CheckpointError(
                 f"{self.path}: record {name!r} has another CRC-32 than the archive's directory "
                 "says; the file is damaged: copy it again or save again"

@@ -19,11 +19,11 @@ import io
 import pickle
 import struct
 import sys
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from dist_consolidate.checkpoint.extents import contiguous_stride
+from dist_consolidate.checksums import crc32
 from dist_consolidate.dtypes import DType
 from dist_consolidate.output.torch_names import torch_name, with_torch_names
 from dist_consolidate.plan.outputs import StoredTensor
@@ -148,7 +148,7 @@ def _placed(name: bytes, offset_bytes: int, num_bytes: int, content: bytes | Non
 
 
 def _known_crc(record: Record) -> int:
-    return zlib.crc32(record.content) if record.content is not None else 0
+    return crc32(record.content) if record.content is not None else 0
 
 
 def _local_zip64(num_bytes: int) -> bytes:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dist_consolidate.checkpoint.fragments import Fragments
 from dist_consolidate.checkpoint.shards import ShardReader
+from dist_consolidate.checksums import crc32
 from dist_consolidate.dtypes import DType
 from dist_consolidate.errors import Caught
 from dist_consolidate.filesystems import is_in_memory
@@ -304,7 +304,7 @@ class _Worker:
             for kept in item.kept:
                 part = (kept.at_bytes, kept.num_bytes)
                 if part not in known:
-                    known[part] = zlib.crc32(self._out[part[0] : part[0] + part[1]])
+                    known[part] = crc32(self._out[part[0] : part[0] + part[1]])
                 self.checksums.append(
                     Checksum(kept.file, kept.stored, kept.start_bytes, kept.num_bytes, known[part])
                 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from dist_consolidate.checksums import crc32
 from dist_consolidate.errors import Caught
 from dist_consolidate.runtime.buffers import use_device
 from dist_consolidate.runtime.clock import Clock
@@ -146,7 +146,7 @@ class Writer:
         self._files.write(file, view[at : at + length], offset)
 
     def _note_checksum(self, view: memoryview, place: Place, part: Run) -> None:
-        crc = zlib.crc32(view[part.at_bytes : part.at_bytes + part.num_bytes])
+        crc = crc32(view[part.at_bytes : part.at_bytes + part.num_bytes])
         self.checksums.append(
             Checksum(place.file, place.tensor, part.start_bytes, part.num_bytes, crc)
         )
