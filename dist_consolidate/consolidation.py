@@ -32,6 +32,7 @@ from dist_consolidate.planning import Planned, on_rank, on_rank_0, plan_together
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
+from dist_consolidate.source_check import SourceCheck, check_source
 
 _T = TypeVar("_T")
 
@@ -78,6 +79,7 @@ def run_consolidation(
         run.look(publication)
         run.create_files(publication)
         result = run.move(publication)
+        run.check_source(result)
         clock.append(time.monotonic())
         ranks, notes = run.finish(publication, result)
     except BaseException:
@@ -112,6 +114,7 @@ def _default_target(checkpoint_dir: Path, tag: str, place: OutputPlace) -> Path:
 
 class _Run:
     moving: Moving
+    source = SourceCheck()
     # On the rank that publishes, once they are there.
     made: Publication | None = None
     published: tuple[tuple[RankReport, ...], tuple[str, ...]] | None = None
@@ -195,6 +198,12 @@ class _Run:
         paths = [publication.work_dir / file.name for file in self.plan.files]
         self._check_output_visible(paths)
         return self.moving.move(paths)
+
+    def check_source(self, result: MoveResult) -> None:
+        """Check that what was read is what was saved, and that no shard was changed meanwhile."""
+        control, publisher = self.world.control, self.place.publisher
+        policy = self.options.check_crc
+        self.source = check_source(self.planned, policy, control, publisher, result.read_crcs)
 
     def _check_output_visible(self, paths: Sequence[Path]) -> None:
         error = None
@@ -364,10 +373,11 @@ class _Run:
             ties={alias: tie.holder for alias, tie in self.plan.ties.items()},
             left_out=self.plan.left_out,
             # What was done about memory is this run's matter; the manifest speaks of the result.
-            notes=(*notes, *self.moving.notes),
+            notes=(*notes, *self.moving.notes, *self.source.notes),
             facts=self.planned.facts,
             transport=self.moving.transport,
             num_bytes_read=sum(rank.num_bytes_read for rank in ranks),
+            num_bytes_checked=self.source.num_bytes,
             duration_sec=clock[-1] - clock[0],
             planning_sec=planning_sec,
             moving_sec=moving_sec,

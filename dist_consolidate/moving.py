@@ -171,6 +171,7 @@ class _Direct:
             checksums=self._checksums,
             io=self._options.io,
             num_threads=num_threads,
+            checks_source=self._options.check_crc != "never",
         )
         move = DirectMove(work)
         return self._world.control.together(move.run, move.stop, move.progress)
@@ -297,6 +298,7 @@ class _Exchange:
             owners=Owners(self._dealt),
             checksums=any(layout.needs_crc for layout in self._layouts),
             visible=self._planned.visible,
+            checks_source=self._options.check_crc != "never",
         )
 
 

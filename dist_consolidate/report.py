@@ -48,6 +48,7 @@ class Report:
         facts: Tag, how it was chosen, step, stage, world size and DeepSpeed version.
         transport: The transport used.
         num_bytes_read: Bytes read from shards by all ranks, metadata not counted.
+        num_bytes_checked: Of the shards' records, those whose CRC-32 was found right.
         duration_sec: Wall time.
         planning_sec: Of that, until the plan was settled.
         moving_sec: Of that, from creating the files until every byte was on disk.
@@ -72,6 +73,7 @@ class Report:
     publishing_sec: float
     ranks: tuple[RankReport, ...]
     is_dry_run: bool = False
+    num_bytes_checked: int = 0
 
 
 def peak_memory_bytes() -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from dist_consolidate.checkpoint.shards import ShardReader
+from dist_consolidate.crc_pieces import ReadCrcs
 from dist_consolidate.errors import Caught, LostError
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.plan.owners import Owners
@@ -52,6 +53,7 @@ class Work:
         owners: Which of them writes which ranges of the files.
         checksums: Note a CRC-32 of everything that is written.
         visible: For each rank, the shards it sees.
+        checks_source: Note a CRC-32 of everything that is read.
     """
 
     folder: Path | Sequence[Path]
@@ -64,6 +66,7 @@ class Work:
     owners: Owners
     checksums: bool
     visible: Sequence[frozenset[str]]
+    checks_source: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,6 +170,7 @@ class _Mover:
         self.lanes = [self._lane(phase) for phase in work.phases]
         self.num_steps = sum(phase.num_buckets for phase in work.phases)
         self.clock = Clock(world.device)
+        self.crcs = ReadCrcs() if work.checks_source else None
         self.ownership = Ownership(
             work.owners,
             work.writers,
@@ -213,6 +217,7 @@ class _Mover:
                 tuple(writer.checksums) if writer else (),
                 assembler.overflowed if assembler else frozenset(),
                 self.clock.totals(),
+                self.crcs.ranges() if self.crcs else {},
             )
 
     def _open(self, stack: contextlib.ExitStack) -> _Tools:
@@ -273,7 +278,7 @@ class _Mover:
             for file in lane.phase.row_files(row)
         }
         return Loader(
-            lambda: ShardReader(work.folder, work.file_bytes),
+            lambda: ShardReader(work.folder, work.file_bytes, self.crcs),
             loads,
             tables,
             num_threads=_num_readers(self.budget.num_threads, len(files)),

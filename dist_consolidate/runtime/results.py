@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from dist_consolidate.crc_pieces import CrcRange
 from dist_consolidate.runtime.stages import StageTime
 
 
@@ -28,6 +30,7 @@ class MoveResult:
         checksums: CRC-32 of each range written, if asked for.
         overflowed: Tensors that hold infinities after a cast to fp16.
         stages: How long each stage was busy.
+        read_crcs: CRC-32 of what was read of each shard, if asked for.
     """
 
     num_bytes_read: int
@@ -35,3 +38,4 @@ class MoveResult:
     checksums: tuple[Checksum, ...]
     overflowed: frozenset[int]
     stages: tuple[StageTime, ...]
+    read_crcs: Mapping[str, tuple[CrcRange, ...]] = dataclasses.field(default_factory=dict)
