@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dist_consolidate.api import run
 from dist_consolidate.arguments import parse
-from dist_consolidate.errors import Caught, ConsolidateError, UsageError
+from dist_consolidate.errors import Caught, CheckpointError, ConsolidateError, UsageError
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.watch import Stopped, Watch
 from dist_consolidate.units import format_bytes, plural
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if leads:
         for line in _summary(report):
             print(line)
-    return 0
+    return CheckpointError.exit_code if report.lost else 0
 
 
 def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Launched:
@@ -123,6 +123,12 @@ def _summary(report: Report) -> list[str]:
         lines.append(f"ties: {', '.join(pairs[:5])}{more}")
     lines += [f"note: {note}" for note in report.notes]
     lines += _left_out(report)
+    lines += [f"salvaged: {name}: {what}" for name, what in report.lost.items()]
+    if report.lost:
+        lines.append(
+            f"{plural(len(report.lost), 'tensor')} missing or not of the most precise copy "
+            "(--salvage); consolidation.json lists them, too"
+        )
     return lines + (_forecast(report) if report.is_dry_run else _times(report))
 
 

@@ -291,6 +291,7 @@ class _Run:
             left_out={name: self._why_left_out(name) for name in self.plan.left_out},
             notes=notes,
             optimizer=self._optimizer_facts(),
+            salvage={name: dataclasses.asdict(loss) for name, loss in self.planned.lost.items()},
         )
 
     def _why_left_out(self, name: str) -> str:
@@ -375,6 +376,7 @@ class _Run:
             # What was done about memory is this run's matter; the manifest speaks of the result.
             notes=(*notes, *self.moving.notes, *self.source.notes),
             facts=self.planned.facts,
+            lost={name: f"{loss.what}: {loss.why}" for name, loss in self.planned.lost.items()},
             transport=self.moving.transport,
             num_bytes_read=sum(rank.num_bytes_read for rank in ranks),
             num_bytes_checked=self.source.num_bytes,

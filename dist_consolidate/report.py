@@ -54,6 +54,7 @@ class Report:
         moving_sec: Of that, from creating the files until every byte was on disk.
         publishing_sec: Of that, the rest.
         ranks: What each rank did.
+        lost: With ``--salvage``, names that are missing, or not of the most precise copy, and why.
         is_dry_run: Nothing was written; the figures say what would be.
     """
 
@@ -74,6 +75,7 @@ class Report:
     ranks: tuple[RankReport, ...]
     is_dry_run: bool = False
     num_bytes_checked: int = 0
+    lost: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def peak_memory_bytes() -> int:

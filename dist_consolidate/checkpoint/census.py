@@ -113,7 +113,7 @@ def order_by_rank(
         problems.add(f"{folder.file(first.shard.name)}: records no partition_count")
         ranks = len(by_rank)
     for rank in missing_numbers(ranks, {*by_rank, *damaged}):
-        path = folder.path / _name_for(first.shard, rank)
+        path = folder.path / name_for(first.shard, rank)
         problems.add(
             f"{path}: is missing (rank {rank} of {ranks}); {first.shard.name} is of so many ranks"
         )
@@ -124,7 +124,8 @@ def order_by_rank(
     return ordered
 
 
-def _name_for(example: ShardFile, rank: int) -> str:
+def name_for(example: ShardFile, rank: int) -> str:
+    """Name another rank's file of the kind of an example."""
     ours, theirs = f"zero_pp_rank_{rank}_", f"zero_pp_rank_{example.dp_rank or 0}_"
     return plain_name(example.name).replace(theirs, ours)
 

@@ -42,6 +42,12 @@ def read_checkpoint(
             problems found are in one message.
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
+    if request.salvage:
+        from dist_consolidate.checkpoint import salvage
+
+        salvaged = salvage.read(folder, run, request)
+        if salvaged is not None:
+            return salvaged
     folder, notes = writers.settle(folder)
     if universal.is_universal(folder):
         return universal.read(folder, run, request)

@@ -6,16 +6,21 @@ be told to compute none (``torch.serialization.set_crc32_options``); it then wri
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from dist_consolidate.checkpoint.archive import ZipRecords
+from dist_consolidate.checksums import crc32
 from dist_consolidate.crc_pieces import CrcRange, joined
+from dist_consolidate.doing import Doing
 from dist_consolidate.errors import CheckpointError
 
 # A zip file begins with a record.
 _ZIP = b"PK\x03\x04"
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,3 +121,39 @@ def judge(record: Record, ranges: Sequence[CrcRange]) -> Judged:
     if at < stop:
         gaps.append((at, stop))
     return Judged(None, tuple(gaps)) if gaps else Judged(whole.crc)
+
+
+def damaged_records(path: Path, spans: Sequence[tuple[int, int]]) -> tuple[Record, ...]:
+    """Read records, and find those that are not what was saved.
+
+    Args:
+        path: The shard.
+        spans: First byte, and behind the last byte; records that one of them touches are read.
+
+    Returns:
+        The records that have another checksum, or cannot be read.
+
+    Raises:
+        CheckpointError: If the file itself is damaged, or cannot be opened.
+    """
+    chosen = [
+        record
+        for record in read_records(path)
+        if any(low < record.stop_bytes and record.start_bytes < high for low, high in spans)
+    ]
+    with Doing("reading", path), path.open("rb", buffering=0) as stream:
+        return tuple(record for record in chosen if _crc_in(stream, record) != record.crc)
+
+
+def _crc_in(stream: BinaryIO, record: Record) -> int | None:
+    """Give the checksum of a record as it is now; ``None`` where the disk fails."""
+    crc, at = 0, record.start_bytes
+    with contextlib.suppress(OSError):
+        stream.seek(at)
+        while at < record.stop_bytes:
+            data = stream.read(min(_BLOCK_BYTES, record.stop_bytes - at))
+            if not data:
+                return None
+            crc, at = crc32(data, crc), at + len(data)
+        return crc
+    return None

@@ -16,6 +16,7 @@ def manifest_json(
     left_out: Mapping[str, str],
     notes: Sequence[str],
     optimizer: Mapping[str, object] | None = None,
+    salvage: Mapping[str, object] | None = None,
 ) -> bytes:
     """Write the manifest; equal arguments give equal bytes.
 
@@ -32,6 +33,7 @@ def manifest_json(
         left_out: For each name that is not in the result, why.
         notes: What was assumed, cast, dropped or inferred, for people to read.
         optimizer: The optimizer's step, settings and states, where they are in the result.
+        salvage: What is missing or of lower precision because the checkpoint is damaged.
 
     Returns:
         Sorted JSON, indented by two, with a closing newline.
@@ -47,4 +49,6 @@ def manifest_json(
     }
     if optimizer is not None:
         content["optimizer"] = dict(optimizer)
+    if salvage:
+        content["salvage"] = dict(salvage)
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode("ascii")

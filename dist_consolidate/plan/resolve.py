@@ -153,7 +153,12 @@ class _Resolver:
         self, ckpt: Checkpoint, missing: dict[str, str], allowed: Sequence[str]
     ) -> None:
         refused: list[str] = []
+        for name, loss in ckpt.lost.items():
+            if name in missing or not (name in self.sources or name in ckpt.module):
+                self.left_out[name] = loss.why
         for name, reason in missing.items():
+            if name in self.left_out:
+                continue
             if any(fnmatchcase(name, pattern) for pattern in allowed):
                 self.left_out[name] = reason
             else:
