@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from dist_consolidate.checkpoint.extents import TensorSpan, contiguous_stride
+from dist_consolidate.checkpoint.extents import Extent, TensorSpan, contiguous_stride
 from dist_consolidate.checkpoint.fragments import Fragments, Read
 from dist_consolidate.checkpoint.model import (
     Block,
@@ -54,7 +54,14 @@ class Damages:
 
     def of(self, read: Read) -> Damage | None:
         """Give a damage in the range that a read takes, if there is one."""
-        file, low, high = _range(read)
+        return self._in(*_range(read))
+
+    def in_extent(self, extent: Extent) -> Damage | None:
+        """Give a damage in a range of a file, if there is one."""
+        start = extent.offset_bytes
+        return self._in(extent.file, start, start + extent.num_bytes)
+
+    def _in(self, file: str, low: int, high: int) -> Damage | None:
         return next(
             (d for d in self._by_file.get(file, ()) if d.start_bytes < high and low < d.stop_bytes),
             None,

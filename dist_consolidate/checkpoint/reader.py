@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_consolidate.checkpoint import census, pipeline, same_run, universal, witness, writers
+from dist_consolidate.checkpoint import (
+    census,
+    pipeline,
+    same_run,
+    steps,
+    universal,
+    witness,
+    writers,
+)
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.experts import Experts, gather, refuse_kinds, with_experts
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
@@ -54,11 +62,11 @@ def read_checkpoint(
     jobs = _jobs(folder)
     findings = dict(zip(jobs, run(folder, jobs), strict=True))
     problems = Problems()
-    for finding in findings.values():
+    for job, finding in findings.items():
         if isinstance(finding, UnsupportedLayoutError):
             raise finding
         if isinstance(finding, CheckpointError):
-            problems.add(str(finding))
+            problems.add(f"{finding}{census.beside_others(folder, job.shard)}")
     primary = findings[jobs[0]]
     if not isinstance(primary, ModelState):
         problems.raise_if_any(f"{folder.path}: the checkpoint cannot be read")
@@ -82,10 +90,15 @@ def read_checkpoint(
         census.check_indices(folder, grid.size, problems)
         census.check_optims(folder, [(part.model, part.optims) for part in parts], problems)
     states = [f for f in findings.values() if isinstance(f, ModelState | OptimState)]
-    told = same_run.check(folder, states, problems, trust_masters=request.trust_masters)
+    trust = request.trust_masters
+    told = same_run.check(folder, states, problems, trust_masters=trust)
+    for part in parts:
+        told += steps.check(folder, part.model, part.optims, problems, trust_masters=trust)
     # A layout needs every rank; missing and damaged shards are told first, all together.
+    hints = (advice(folder), _salvage_hint(findings, parts, grid))
     problems.raise_if_any(
-        f"{folder.path}: the checkpoint is incomplete or inconsistent", advice(folder)
+        f"{folder.path}: the checkpoint is incomplete or inconsistent",
+        " ".join(hint for hint in hints if hint),
     )
     if piped:
         checkpoint = _joined_stages(folder, grid, parts, run, request)
@@ -104,6 +117,14 @@ def read_checkpoint(
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)
     return checkpoint
+
+
+def _salvage_hint(findings: Mapping[Job, Finding], parts: Sequence[_Part], grid: Grid) -> str:
+    """Say that there is ``--salvage``, where shards are damaged or gone and it can help."""
+    damaged = any(isinstance(finding, CheckpointError) for finding in findings.values())
+    few = any(len(p.optims) < p.optims[0].num_ranks for p in parts if p.optims)
+    dense = grid.size == 1 and len(parts) == 1 and parts[0].experts is None
+    return census.SALVAGE_HINT if dense and (damaged or few) else ""
 
 
 def _joined_stages(

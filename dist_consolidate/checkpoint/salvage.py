@@ -14,11 +14,12 @@ allow several layouts, the whole group counts as damaged.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from dist_consolidate.checkpoint import census, same_run, writers, zero12
+from dist_consolidate.checkpoint import census, same_run, steps, writers, zero12
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.damage import Damage, Damages, without
 from dist_consolidate.checkpoint.extents import TensorSpan
@@ -28,6 +29,7 @@ from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, Loss, Source, own_source
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.states import ModelState, OptimState
+from dist_consolidate.dtypes import FLOAT32
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError, listing
 
 # Behind the end of any file.
@@ -89,6 +91,7 @@ class _Salvage:
         self.damages: list[Damage] = []
         # Unreadable files, and why.
         self.unreadable: dict[str, str] = {}
+        self.lost: dict[str, Loss] = {}
 
     def checkpoint(self) -> Checkpoint | None:
         """Give what is intact; ``None`` where everything is."""
@@ -116,16 +119,57 @@ class _Salvage:
         is_whole = not self.damages and not self.unreadable and not first.shard.dp_rank
         if is_whole and (optims or not _was_partitioned(first)):
             return None
+        if not (optims or _was_partitioned(first)):
+            first = self._without_masters(first)
+        if first.zenflow:
+            _refuse(self.folder, "was trained with ZenFlow, whose masters tell no layout alone")
         trust = self.request.trust_masters
         states: list[ModelState | OptimState] = [first, *present.values(), *models.values()]
         told = same_run.check(self.folder, states, self.problems, trust_masters=trust)
+        told += steps.check(
+            self.folder, first, list(present.values()), self.problems, trust_masters=trust
+        )
         self.problems.raise_if_any(f"{self.folder.path}: what is left contradicts itself")
         damages = Damages(self.damages)
         assembly = _Assembly(self, damages, first, optims, models)
-        found = without(assembly.checkpoint(), damages)
-        lost = {**self._buffers(first, found), **assembly.lost, **found.lost}
+        whole = assembly.checkpoint()
+        if whole.stage in (1, 2):
+            self.check_names(first, [*whole.partitions, *whole.frozen])
+        found = without(whole, damages)
+        lost = {**self._buffers(first, found), **self.lost, **found.lost}
         notes = (*self.folder.notes, *self.notes, *told, *self._spare_notes(), *found.notes)
         return dataclasses.replace(found, lost=lost, notes=notes)
+
+    def _without_masters(self, first: ModelState) -> ModelState:
+        """Without ZeRO, only values tell which tensor a master is of: all count, or none."""
+        damages, groups = Damages(self.damages), first.optimizer or ()
+        damaged = next(
+            (
+                damage
+                for span in itertools.chain(*groups)
+                if (damage := damages.in_extent(span.extent())) is not None
+            ),
+            None,
+        )
+        if damaged is None:
+            return first
+        buffers = first.buffer_names or frozenset()
+        for name, entry in (first.module or {}).items():
+            dtype = entry.span.dtype
+            if dtype.is_floating and name not in buffers and dtype != FLOAT32:
+                why = f"{damaged.why}; written from `module` ({dtype.name})"
+                self.lost[name] = Loss("lower precision", why, entry.span.num_numel, 0)
+        return dataclasses.replace(first, optimizer=None, moments=())
+
+    def check_names(self, first: ModelState, stored: Iterable[str]) -> None:
+        """Refuse where nothing tells which entries of `module` stand for damaged masters."""
+        unknown = [name for name in stored if name not in (first.module or {})]
+        if unknown:
+            _refuse(
+                self.folder,
+                f"its state_dict renames parameters ({first.shard.name} has no {unknown[0]!r}), "
+                "and with damaged masters nothing tells all names",
+            )
 
     def _short(self, text: str) -> str:
         """Name files without their folders: the manifest is the same wherever they lie."""
@@ -325,8 +369,7 @@ class _Assembly(Assembly):
         models: dict[int, ModelState],
     ) -> None:
         super().__init__(salvage.folder, first, optims, salvage.run, salvage.request)
-        self._damages, self._models = damages, models
-        self.lost: dict[str, Loss] = {}
+        self._salvage, self._damages, self._models = salvage, damages, models
 
     def _stage0(self) -> dict[str, Source]:
         if not _was_partitioned(self.model):
@@ -338,15 +381,14 @@ class _Assembly(Assembly):
             )
         self.stage, self.ranks = self.model.zero_stage or 1, self.model.dp_world_size or 1
         module = self.model.module or {}
-        for name, shape in ((n, s) for g in self.model.param_shapes or () for n, s in g.items()):
-            if name in module:
-                kind = module[name].span.dtype.name
-                why = f"all optimizer states are gone; written from `module` ({kind})"
-                wide = kind == "float32"
-                numel = math.prod(shape)
-                what: Literal["other copy", "lower precision"]
-                what = "other copy" if wide else "lower precision"
-                self.lost[name] = Loss(what, why, numel, 0)
+        shapes = {n: s for group in self.model.param_shapes or () for n, s in group.items()}
+        self._salvage.check_names(self.model, shapes)
+        for name, shape in shapes.items():
+            kind = module[name].span.dtype.name
+            why = f"all optimizer states are gone; written from `module` ({kind})"
+            what: Literal["other copy", "lower precision"]
+            what = "other copy" if kind == "float32" else "lower precision"
+            self._salvage.lost[name] = Loss(what, why, math.prod(shape), 0)
         return {}
 
     def _other_models(self) -> dict[int, ModelState]:

@@ -131,7 +131,11 @@ class _Resolver:
                 missing.append(name)
                 continue
             self.sources[name] = key.source
-            lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
+            lower += (
+                name not in ckpt.lost
+                and not key.is_buffer
+                and key.source.dtype.name in ("float16", "bfloat16")
+            )
         self._note_lower(ckpt, lower, bool(unlisted))
         reasons = {name: _why_missing(ckpt, name, unlisted) for name in missing}
         for name, kind in ckpt.odd_entries.items():
