@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dist_consolidate.checkpoint.fragments import Fragments
+from dist_consolidate.checkpoint.fragments import Fragments, Read
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Source
 from dist_consolidate.checkpoint.records import Judged, Record, judge, read_records
@@ -104,6 +104,7 @@ class _Check:
         self._owners, self._num_ranks = owners, num_ranks
         self._ranges: dict[str, list[CrcRange]] = defaultdict(list)
         self._records: dict[str, tuple[Record, ...]] = {}
+        self._strided = strided_places(planned.plan)
 
     def begin(
         self, told: Sequence[tuple[_Ranges, Mapping[str, tuple[Record, ...]], Sequence[str]]]
@@ -125,7 +126,7 @@ class _Check:
         )
         todo: _Todo = [[] for _ in range(self._num_ranks)]
         for file, record, judged in self._judged():
-            if self._is_worth_it(record, judged):
+            if self._is_worth_it(file, record, judged):
                 todo[self._owners[file]] += [(file, *gap) for gap in judged.gaps]
         return todo
 
@@ -168,12 +169,21 @@ class _Check:
             found = sorted(self._ranges[file], key=lambda r: (r.start_bytes, -r.stop_bytes))
             for record in records:
                 judged = judge(record, found)
-                if judged.is_touched:
+                if judged.is_touched or self._is_strided(file, record):
                     yield file, record, judged
 
-    def _is_worth_it(self, record: Record, judged: Judged) -> bool:
+    def _is_strided(self, file: str, record: Record) -> bool:
+        """Tell whether anything of a record is gathered element by element, unchecked so far."""
+        return any(
+            low < record.stop_bytes and record.start_bytes < high
+            for low, high in self._strided.get(file, ())
+        )
+
+    def _is_worth_it(self, file: str, record: Record, judged: Judged) -> bool:
         most = max(_MAX_REST_BYTES, int(record.num_bytes * _MAX_REST_PART))
-        return self._policy == "always" or judged.num_gap_bytes <= most
+        # Next to gathering elements one by one, reading them in a row costs little.
+        wanted = self._policy == "always" or self._is_strided(file, record)
+        return wanted or judged.num_gap_bytes <= most
 
     def _mismatch(self, file: str, record: Record, crc: int) -> str:
         plan = self._planned.plan
@@ -292,8 +302,19 @@ def tensors_in(plan: Plan, file: str, start_bytes: int, stop_bytes: int) -> Iter
 
 def _places(fragments: Fragments, source: Source, file: str) -> Iterator[tuple[int, int]]:
     for read in fragments.reads(source, 0, source.num_numel):
-        if read.extent is not None and read.extent.file == file:
-            yield read.extent.offset_bytes, read.extent.offset_bytes + read.extent.num_bytes
-        elif read.span is not None and read.span.file == file:
-            reach_bytes = read.span.reach_numel * read.span.dtype.itemsize_bytes
-            yield read.span.offset_bytes, read.span.offset_bytes + reach_bytes
+        name, start, stop = read.place()
+        if name == file:
+            yield start, stop
+
+
+def strided_places(plan: Plan) -> dict[str, list[tuple[int, int]]]:
+    """Give, by shard, the ranges that tensors lie in which are read element by element."""
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    waiting: dict[int, Source] = {id(t.source): t.source for t in plan.tensors}
+    while waiting:
+        _, source = waiting.popitem()
+        waiting |= {id(block.source): block.source for block in source.blocks}
+        if source.span is not None and not source.span.is_contiguous:
+            file, start, stop = Read(0, None, source.span).place()
+            found[file].append((start, stop))
+    return found

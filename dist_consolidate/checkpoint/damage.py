@@ -54,7 +54,7 @@ class Damages:
 
     def of(self, read: Read) -> Damage | None:
         """Give a damage in the range that a read takes, if there is one."""
-        return self._in(*_range(read))
+        return self._in(*read.place())
 
     def in_extent(self, extent: Extent) -> Damage | None:
         """Give a damage in a range of a file, if there is one."""
@@ -77,15 +77,6 @@ class Damages:
             first = first or damage
             intact += 0 if damage else _num_numel(read, source.dtype)
         return first, intact
-
-
-def _range(read: Read) -> tuple[str, int, int]:
-    if read.extent is not None:
-        start = read.extent.offset_bytes
-        return read.extent.file, start, start + read.extent.num_bytes
-    assert read.span is not None
-    start = read.span.offset_bytes
-    return read.span.file, start, start + read.span.reach_numel * read.span.dtype.itemsize_bytes
 
 
 def _num_numel(read: Read, dtype: DType) -> int:

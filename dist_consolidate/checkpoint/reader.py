@@ -24,10 +24,11 @@ from dist_consolidate.checkpoint.moments import with_moments
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
 from dist_consolidate.checkpoint.pipeline_stages import PipelineStages, is_pipeline
 from dist_consolidate.checkpoint.request import Request
+from dist_consolidate.checkpoint.rounding import Compared, comparing
 from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.checkpoint.tensor_parallel import TensorRank, merge_tensor_ranks
-from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError, listing
 
 _PLAIN = Request()
 
@@ -100,13 +101,17 @@ def read_checkpoint(
         f"{folder.path}: the checkpoint is incomplete or inconsistent",
         " ".join(hint for hint in hints if hint),
     )
-    if piped:
-        checkpoint = _joined_stages(folder, grid, parts, run, request)
-    else:
-        # Only the model states of global rank 0 have recorded ties; they hold for the others too.
-        claims = (*request.claims, *(primary.shared_params or {}).items())
-        found = _assembled(parts, run, dataclasses.replace(request, claims=claims))
-        checkpoint = _tensor_merged(folder, parts, found, request)
+    with comparing() as compared:
+        try:
+            if piped:
+                checkpoint = _joined_stages(folder, grid, parts, run, request)
+            else:
+                # Only global rank 0's model states have recorded ties; they hold for all.
+                claims = (*request.claims, *(primary.shared_params or {}).items())
+                found = _assembled(parts, run, dataclasses.replace(request, claims=claims))
+                checkpoint = _tensor_merged(folder, parts, found, request)
+        except CheckpointError as error:
+            raise type(error)(f"{error}{_damage_told(folder, run, compared)}") from error
     checkpoint = dataclasses.replace(
         checkpoint,
         notes=(*folder.notes, *notes, *told, *checkpoint.notes),
@@ -117,6 +122,21 @@ def read_checkpoint(
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)
     return checkpoint
+
+
+def _damage_told(folder: TagFolder, run: Runner, compared: Compared) -> str:
+    """Name damaged records among what was compared: then that is why values do not fit."""
+    shards = {shard.name: shard for shard in folder.shards}
+    jobs = [Job("crc", shards[n], tuple(sorted(r))) for n, r in compared.items() if n in shards]
+    lines = []
+    for job, finding in zip(jobs, run(folder, jobs) if jobs else [], strict=True):
+        rank = "" if job.shard.dp_rank is None else f" (of rank {job.shard.dp_rank})"
+        lines += [
+            f"{folder.file(job.shard.name)}{rank}: record {record.name} holds other bytes than "
+            "were saved (CRC-32)"
+            for record in (finding if isinstance(finding, tuple) else ())
+        ]
+    return f"\n{listing('The cause may be damage', lines)}" if lines else ""
 
 
 def _salvage_hint(findings: Mapping[Job, Finding], parts: Sequence[_Part], grid: Grid) -> str:
