@@ -47,17 +47,19 @@ def flip(path: Path, offset: int, bit: int = 3) -> None:
     path.write_bytes(data)
 
 
-def master_record(path: Path) -> tuple[str, int, int]:
-    """Name, first byte and length of the record of the first fp32 part, by torch's own reader."""
+def master_record(path: Path, group: int = 0) -> tuple[str, int, int]:
+    """Name, first byte and length of the record of a group's fp32 part, by torch's own reader."""
     state = torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"]
     key = "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
-    data = state[key][0].detach().contiguous().view(torch.uint8).numpy().tobytes()
+    data = state[key][group].detach().contiguous().view(torch.uint8).numpy().tobytes()
+    content = path.read_bytes()
+    # Padding that was cut off the tensor is still in its record.
     (record,) = [
         r
         for r in read_records(path)
-        if r.name.startswith("data/") and path.read_bytes()[r.start_bytes : r.stop_bytes] == data
+        if r.name.startswith("data/") and content[r.start_bytes :].startswith(data)
     ]
-    return record.name, record.start_bytes, record.num_bytes
+    return record.name, record.start_bytes, len(data)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,18 @@ def test_a_flipped_bit_is_named_or_harmless(name: str, tmp_path: Path) -> None:
                 assert_same_bits(load_output(out), expected)
             shutil.rmtree(ckpt)
             shutil.rmtree(out, ignore_errors=True)
+
+
+def test_values_that_do_not_fit_are_looked_at_for_damage(tmp_path: Path) -> None:
+    """A layout that is found by values must not be blamed for a flipped bit."""
+    _, tag = copy_of("moe_z1_fp32_w2", tmp_path)
+    path = tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    _, start, num_bytes = master_record(path, -1)  # of the experts
+    flip(path, start + num_bytes // 2, 6)
+    with pytest.raises(CheckpointError) as error:
+        consolidate(tmp_path / "ckpt", tmp_path / "out")
+    assert "The cause may be damage:\n  - " in str(error.value)
+    assert f"{path} (of rank 1): record data/" in str(error.value)
 
 
 # What is said, and what is not checked.
@@ -305,15 +319,17 @@ def test_ranks_put_their_pieces_together(
         shutil.copytree(truth.tag_dir.parent, tmp_path / "good" / name)
         bad = tmp_path / "bad" / name
         shutil.copytree(truth.tag_dir.parent, bad)
-        (path,) = (bad / truth.tag_dir.name).glob("*pp_rank_1_*optim_states.pt")
+        (path,) = (bad / truth.tag_dir.name).glob("*pp_rank_2_*optim_states.pt")
         _, start, num_bytes = master_record(path)
         flip(path, start + num_bytes - 5000)
     run_ranks(2, [tmp_path, transport], module="tests.test_source_check").ok()
     for name in SPECS:
         told = [json.loads((tmp_path / f"{name}{rank}.json").read_text()) for rank in range(2)]
-        for num_read, num_checked, message in told:
+        assert told[0][3] == told[1][3] != {}
+        assert all("CRC-32" in why for why in told[0][3].values())
+        for num_read, num_checked, message, _ in told:
             assert 0 <= num_checked - num_read < 1000
-            assert "pp_rank_1_" in message and "(of rank 1)" in message and "CRC-32" in message
+            assert "pp_rank_2_" in message and "(of rank 2)" in message and "CRC-32" in message
         assert not (tmp_path / f"bad_{name}").exists()
 
 
@@ -328,7 +344,8 @@ def main(folder: Path, transport: str) -> None:
             consolidate(folder / "bad" / name, folder / f"bad_{name}", **options)
         except ConsolidateError as error:
             message = str(error)
-        told = [report.num_bytes_read, report.num_bytes_checked, message]
+        salvaged = consolidate(folder / "bad" / name, folder / f"part_{name}", salvage=True)
+        told = [report.num_bytes_read, report.num_bytes_checked, message, salvaged.lost]
         (folder / f"{name}{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 

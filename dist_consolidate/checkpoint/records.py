@@ -6,6 +6,7 @@ be told to compute none (``torch.serialization.set_crc32_options``); it then wri
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 from collections.abc import Sequence
@@ -102,7 +103,9 @@ def judge(record: Record, ranges: Sequence[CrcRange]) -> Judged:
         other, nothing can be put together, and the whole record is missing.
     """
     start, stop = record.start_bytes, record.stop_bytes
-    inside = [r for r in ranges if start <= r.start_bytes and r.stop_bytes <= stop]
+    first = bisect.bisect_left(ranges, start, key=lambda found: found.start_bytes)
+    last = bisect.bisect_left(ranges, stop, key=lambda found: found.start_bytes)
+    inside = [found for found in ranges[first:last] if found.stop_bytes <= stop]
     if not inside:
         return Judged(None, ((start, stop),), is_touched=False)
     whole = CrcRange(start, start, 0)
