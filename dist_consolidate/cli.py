@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if leads:
         for line in _summary(report):
             print(line)
-    return CheckpointError.exit_code if report.lost else 0
+    # One rank says so: a launcher ends all others as soon as one has ended that way.
+    return CheckpointError.exit_code if report.lost and leads else 0
 
 
 def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Launched:

@@ -20,7 +20,7 @@ from dist_consolidate import CheckpointError, UnsupportedLayoutError, cli, conso
 from dist_consolidate.checkpoint.salvage import possible_parts
 from dist_consolidate.report import Report
 from tests.cases import CASES, Case, assert_same_bits, expected_fp32, load_output, lost_keys
-from tests.special import copy_of, edit
+from tests.special import copy_of, edit, save_as
 from tests.test_damaged_shards import shards
 
 _OTHER_KINDS = ("tp2_", "pipe_", "moe_", "ds0.14.5_moe", "ds0.18.9_moe", "universal_")
@@ -218,3 +218,28 @@ def test_sizes_of_parts() -> None:
     assert possible_parts(12, 4, {1: 4, 2: 4}) == {4}
     assert possible_parts(10, 2, {0: 5}) == {5}
     assert possible_parts(100, 2, {0: 30}) == set()
+
+
+def test_two_files_of_one_rank_are_not_chosen_from(tmp_path: Path) -> None:
+    _, tag = copy_of(Z2, tmp_path)
+    path = tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(path, tag / f"bf16_{path.name}")
+    (tag / "zero_pp_rank_3_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="rank 1 is there 2 times"):
+        consolidate(tmp_path / "ckpt", tmp_path / "out", salvage=True)
+
+
+def test_saves_of_two_stages_are_not_chosen_from(tmp_path: Path) -> None:
+    _, tag = copy_of(Z3, tmp_path)
+    first = tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    save_as(first, tag / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="two model states of rank 0"):
+        consolidate(tmp_path / "ckpt", tmp_path / "out", salvage=True)
+
+
+def test_a_file_that_is_not_needed_is_no_loss(tmp_path: Path) -> None:
+    case, tag = copy_of(Z3, tmp_path)
+    (tag / "zero_pp_rank_1_mp_rank_00_model_states.pt").write_bytes(b"")
+    report = consolidate(tmp_path / "ckpt", tmp_path / "out", salvage=True)
+    check(case, tmp_path / "out", report)
+    assert report.lost == {} and any("is empty" in note for note in report.notes)

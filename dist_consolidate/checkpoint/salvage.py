@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from dist_consolidate.checkpoint import census, same_run, steps, writers, zero12
@@ -27,6 +27,7 @@ from dist_consolidate.checkpoint.fragments import Fragments
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, Loss, Source, own_source
+from dist_consolidate.checkpoint.parallel import find_grid
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.dtypes import FLOAT32
@@ -95,13 +96,11 @@ class _Salvage:
 
     def checkpoint(self) -> Checkpoint | None:
         """Give what is intact; ``None`` where everything is."""
-        models: dict[int, ModelState] = {}
-        present: dict[int, OptimState] = {}
-        for shard, state in self._states():
-            if isinstance(state, ModelState):
-                models[shard.dp_rank or 0] = state
-            elif isinstance(state, OptimState):
-                present[shard.dp_rank or 0] = state
+        if sum(not shard.dp_rank for shard in self.folder.of("model")) > 1:
+            census.primary_model(self.folder, 0)  # two saves lie on top of each other
+        read = self._states()
+        models = {s.shard.dp_rank or 0: s for s in read if isinstance(s, ModelState)}
+        present = [state for state in read if isinstance(state, OptimState)]
         if not models:
             raise CheckpointError(
                 listing(
@@ -111,6 +110,7 @@ class _Salvage:
                 )
             )
         first = models[min(models)]
+        self._refuse_models(first, present)
         optims = self._complete(first, present) if present else []
         ranks = len(optims) or first.dp_world_size or 1
         if first.shard.dp_rank is not None:
@@ -124,11 +124,9 @@ class _Salvage:
         if first.zenflow:
             _refuse(self.folder, "was trained with ZenFlow, whose masters tell no layout alone")
         trust = self.request.trust_masters
-        states: list[ModelState | OptimState] = [first, *present.values(), *models.values()]
+        states: list[ModelState | OptimState] = [first, *present, *models.values()]
         told = same_run.check(self.folder, states, self.problems, trust_masters=trust)
-        told += steps.check(
-            self.folder, first, list(present.values()), self.problems, trust_masters=trust
-        )
+        told += steps.check(self.folder, first, present, self.problems, trust_masters=trust)
         self.problems.raise_if_any(f"{self.folder.path}: what is left contradicts itself")
         damages = Damages(self.damages)
         assembly = _Assembly(self, damages, first, optims, models)
@@ -139,6 +137,16 @@ class _Salvage:
         lost = {**self._buffers(first, found), **self.lost, **found.lost}
         notes = (*self.folder.notes, *self.notes, *told, *self._spare_notes(), *found.notes)
         return dataclasses.replace(found, lost=lost, notes=notes)
+
+    def _refuse_models(self, first: ModelState, optims: Sequence[OptimState]) -> None:
+        """Refuse what the names of the files did not tell."""
+        experts = first.experts.num_experts or first.experts.odd_auto
+        if experts or any(state.experts.has_groups for state in optims):
+            _refuse(self.folder, "is a model with experts")
+        if first.module is None:
+            _refuse(self.folder, "is a pipeline")
+        if find_grid(self.folder, first).size > 1:
+            _refuse(self.folder, "is a model-parallel checkpoint")
 
     def _without_masters(self, first: ModelState) -> ModelState:
         """Without ZeRO, only values tell which tensor a master is of: all count, or none."""
@@ -182,8 +190,9 @@ class _Salvage:
         rank = "" if shard.dp_rank is None else f" (of rank {shard.dp_rank})"
         return f"{shard.name}{rank}"
 
-    def _states(self) -> Iterator[tuple[ShardFile, ModelState | OptimState]]:
+    def _states(self) -> list[ModelState | OptimState]:
         """Read all states; what cannot be read is noted."""
+        found: list[ModelState | OptimState] = []
         jobs = [Job("model", shard) for shard in self.folder.of("model")]
         jobs += [Job("optim", shard) for shard in self.folder.of("optim")]
         for job, finding in zip(jobs, self.run(self.folder, jobs), strict=True):
@@ -192,23 +201,24 @@ class _Salvage:
             if isinstance(finding, CheckpointError):
                 self.unreadable[job.shard.name] = self._short(str(finding))
             elif isinstance(finding, ModelState | OptimState):
-                yield job.shard, finding
+                found.append(finding)
+        return found
 
-    def _complete(self, first: ModelState, present: Mapping[int, OptimState]) -> list[OptimState]:
+    def _complete(self, first: ModelState, present: Sequence[OptimState]) -> list[OptimState]:
         """Give every rank's optimizer states, in order, with stand-ins for those that are gone."""
-        every = range(max((state.num_ranks for state in present.values()), default=0))
+        every = range(max(state.num_ranks for state in present))
         ordered = census.order_by_rank(
-            self.folder, list(present.values()), self.problems, every, first.dp_world_size
+            self.folder, present, self.problems, every, first.dp_world_size
         )
         self.problems.raise_if_any(f"{self.folder.path}: what is left contradicts itself")
         template = ordered[0]
         if template.rounds:
             _refuse(self.folder, "was written by the stage-1 optimizer of before DeepSpeed 0.4")
-        if len(present) == template.num_ranks:
+        if len(ordered) == template.num_ranks:
             return ordered
-        sizes = self._sizes(first, ordered)
+        sizes, by_rank = self._sizes(first, ordered), {s.shard.dp_rank or 0: s for s in ordered}
         return [
-            present.get(rank) or self._stand_in(template, rank, [size[rank] for size in sizes])
+            by_rank.get(rank) or self._stand_in(template, rank, [size[rank] for size in sizes])
             for rank in range(template.num_ranks)
         ]
 
