@@ -43,6 +43,8 @@ def consolidate(
     tensor_parallel: Mapping[str, Any] | None = None,
     hf_config: StrPath | None = None,
     allow_16bit: bool = False,
+    check_crc: str = "auto",
+    salvage: bool = False,
     transport: str = "auto",
     writers: str | int | None = None,
     output_node: str | int | None = None,
@@ -97,6 +99,9 @@ def consolidate(
         tensor_parallel: The same rules themselves: ``{"rule": [{"match": GLOB, ...}, ...]}``.
         hf_config: A tensor-parallel model's ``config.json`` or its folder, for the same purpose.
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
+        check_crc: Whether to hold what is read against the CRC-32 of the shards' records: ``auto``
+            (records that are read whole, or nearly), ``always`` or ``never``.
+        salvage: Write what is intact of a damaged checkpoint; the report's ``lost`` lists the rest.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``.
         output_node: The rank, or the host, on whose node the result is written; by default rank
@@ -147,6 +152,8 @@ def consolidate(
             "tensor_parallel": tensor_parallel,
             "hf_config": None if hf_config is None else os.fspath(hf_config),
             "allow_16bit": allow_16bit,
+            "check_crc": check_crc,
+            "salvage": salvage,
             "transport": transport,
             "writers": writers,
             "output_node": output_node,

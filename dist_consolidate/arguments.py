@@ -86,6 +86,17 @@ def _add_reading(group: argparse._ArgumentGroup) -> None:
         help="where all optimizer states of ZeRO-1 or 2 are gone, take the 16-bit weights",
     )
     add(
+        "--check-crc",
+        choices=CHOICES["check_crc"],
+        help="hold what is read against the checksums (CRC-32) that the shards hold: of records "
+        "that are read whole or nearly (auto), of all that anything is read of (always), or never",
+    )
+    add(
+        "--salvage",
+        action="store_true",
+        help="write what is intact of a damaged checkpoint, list what is not, and end with 3",
+    )
+    add(
         "--tp-rules",
         metavar="FILE.toml",
         help="how tensor-parallel shards go together, where the checkpoint does not record it",

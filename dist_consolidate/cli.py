@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dist_consolidate.api import run, run_verify
 from dist_consolidate.arguments import parse
-from dist_consolidate.errors import Caught, ConsolidateError, UsageError
+from dist_consolidate.errors import Caught, CheckpointError, ConsolidateError, UsageError
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.watch import Stopped, Watch
 from dist_consolidate.speaking import SAID, parsed
@@ -27,6 +27,9 @@ from dist_consolidate.verifying.arguments import COMMAND, parse_verify
 if TYPE_CHECKING:
     from dist_consolidate.options import Options
     from dist_consolidate.report import RankReport, Report
+
+
+_Action = Callable[[Watch], tuple[list[str], int]]
 
 
 def _allow_many_files() -> None:
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with watch:
         try:
             with (caught := Caught()):
-                lines = action(watch)
+                lines, code = action(watch)
         except Stopped as stop:
             watch.tell(watch.settle(stop))
             return watch.code
@@ -78,27 +81,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if leads:
         for line in lines:
             print(line)
-    return 0
+    # One rank says so: a launcher ends all others as soon as one has ended that way.
+    return code if leads else 0
 
 
-def _request(arguments: Sequence[str]) -> tuple[Callable[[Watch], list[str]], Options]:
-    """Give what is to be done, which ends with lines for people, and the options."""
+def _request(arguments: Sequence[str]) -> tuple[_Action, Options]:
+    """Give what is to be done, which gives lines for people and an exit code, and the options."""
     if arguments[:1] == [COMMAND]:
         folder, source, chosen = parse_verify(arguments[1:])
-        return (
-            lambda watch: run_verify(folder, source, chosen, launch=True, watch=watch).lines(),
-            chosen,
-        )
+
+        def verify(watch: Watch) -> tuple[list[str], int]:
+            report = run_verify(folder, source, chosen, launch=True, watch=watch)
+            return report.lines(), 0
+
+        return verify, chosen
     ckpt_dir, output_dir, options = parse(arguments)
     if ckpt_dir == COMMAND:
         raise UsageError(
             f"{COMMAND}: must stand in front of all other arguments to verify a result; a folder "
             f"of that name is reached as ./{COMMAND}"
         )
-    return (
-        lambda watch: _summary(run(ckpt_dir, output_dir, options, launch=True, watch=watch)),
-        options,
-    )
+
+    def consolidate(watch: Watch) -> tuple[list[str], int]:
+        report = run(ckpt_dir, output_dir, options, launch=True, watch=watch)
+        return _summary(report), CheckpointError.exit_code if report.lost else 0
+
+    return consolidate, options
 
 
 def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Launched:
@@ -147,6 +155,12 @@ def _summary(report: Report) -> list[str]:
     lines += [f"note: {note}" for note in report.notes]
     lines += _left_out(report)
     lines += report.verified
+    lines += [f"salvaged: {name}: {what}" for name, what in report.lost.items()]
+    if report.lost:
+        lines.append(
+            f"{plural(len(report.lost), 'tensor')} missing or not of the most precise copy "
+            "(--salvage); consolidation.json lists them, too"
+        )
     return lines + (_forecast(report) if report.is_dry_run else _times(report))
 
 

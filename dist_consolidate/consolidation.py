@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dist_consolidate._version import __version__
-from dist_consolidate.digesting import DIGEST_KEY, file_facts, rest_digest
+from dist_consolidate.describing import describe_result, written_names
+from dist_consolidate.digesting import file_facts, rest_digest
 from dist_consolidate.doing import Doing
-from dist_consolidate.errors import Caught, RankError, UsageError
+from dist_consolidate.errors import Caught, CheckpointError, RankError, UsageError
 from dist_consolidate.likeness import check_alike
 from dist_consolidate.moving import Moving, make_moving
-from dist_consolidate.options import Options
+from dist_consolidate.options import SHAPING, Options
 from dist_consolidate.output.crc import CrcLedger
 from dist_consolidate.output.index import (
     MANIFEST_NAME,
@@ -25,7 +25,6 @@ from dist_consolidate.output.index import (
     is_entry_point,
 )
 from dist_consolidate.output.layout import FileLayout, layout_for
-from dist_consolidate.output.manifest import manifest_json
 from dist_consolidate.output.publish import (
     Publication,
     check_free_space,
@@ -35,7 +34,7 @@ from dist_consolidate.output.publish import (
 from dist_consolidate.output.work import Identity
 from dist_consolidate.output_place import OutputPlace, find_place, look_for
 from dist_consolidate.plan.outputs import OutputFile
-from dist_consolidate.plan.plan import Plan, PlannedTensor
+from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank, on_rank_0, plan_together
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
 from dist_consolidate.resuming import (
@@ -45,19 +44,12 @@ from dist_consolidate.resuming import (
     open_journals,
     resumed_notes,
 )
-from dist_consolidate.runtime.digests import EMPTY_DIGEST
 from dist_consolidate.runtime.journal import JournalPlace, has_claims
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
+from dist_consolidate.source_check import SourceCheck, check_source
 
 _T = TypeVar("_T")
-
-# The options that shape the result.
-_SHAPING = (
-    "format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen", "strip_prefix",
-    "rename", "include", "pipeline_names", "trust_masters", "tp_rules",
-    "tensor_parallel", "hf_config", "allow_16bit",
-)  # fmt: skip
 
 
 def run_consolidation(
@@ -100,10 +92,11 @@ def run_consolidation(
             run.create_files(publication)
             run.open_journals(publication)
             result = run.move(publication)
+            run.check_source(result)
             clock.append(time.monotonic())
             ranks, notes = run.finish(publication, result)
     except BaseException as error:
-        run.abandon()
+        run.abandon(error)
         run.advise(error)
         raise
     clock.append(time.monotonic())
@@ -135,6 +128,7 @@ def _default_target(checkpoint_dir: Path, tag: str, place: OutputPlace) -> Path:
 
 class _Run:
     moving: Moving
+    source = SourceCheck()
     # On the rank that publishes, once they are there.
     made: Publication | None = None
     identity: Identity | None = None
@@ -142,8 +136,6 @@ class _Run:
     home: Path | None = None
     journals: JournalPlace | None = None
     published: tuple[tuple[RankReport, ...], tuple[str, ...]] | None = None
-    # Of each stored tensor, by its file and its index there.
-    digests: dict[tuple[int, int], str]
 
     def __init__(
         self, planned: Planned, options: Options, world: World, place: OutputPlace
@@ -205,7 +197,7 @@ class _Run:
         if self.options.resume:
             seen = look_at_shards(self.planned, control, self.place.publisher)
             if seen:
-                chosen = {name: getattr(self.options, name) for name in _SHAPING}
+                chosen = {name: getattr(self.options, name) for name in SHAPING}
                 chosen["ties"] = self.options.tie_policy
                 self.identity = identify(self.planned, self.layouts, chosen, seen)
         publication = self.on_publisher(lambda: self.prepare(target))
@@ -231,11 +223,13 @@ class _Run:
             self.world.control.clean_up_with(self.abandon)
         return publication
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Remove what this rank has made, as far as it is not in place and nobody will need it."""
         if self.made is None:
             return
-        if self.made.may_resume and has_claims(self.made.home):
+        # Of a checkpoint that is found wrong, nothing is kept that was made of it.
+        is_wrong = getattr(error, "exit_code", 0) == CheckpointError.exit_code
+        if self.made.may_resume and has_claims(self.made.home) and not is_wrong:
             self.made.leave()
         else:
             self.made.abandon()
@@ -279,6 +273,15 @@ class _Run:
         self._check_output_visible(paths)
         return self.moving.move(paths, self.journals)
 
+    def check_source(self, result: MoveResult) -> None:
+        """Check that what was read is what was saved, and that no shard was changed meanwhile."""
+        control, publisher = self.world.control, self.place.publisher
+        policy = self.options.check_crc
+        if policy != "never" and self.journals is not None and self.journals.finished:
+            # What an earlier run has read nobody has checked yet.
+            policy = "always"
+        self.source = check_source(self.planned, policy, control, publisher, result.read_crcs)
+
     def _check_output_visible(self, paths: Sequence[Path]) -> None:
         error = None
         if self.world.rank in self.moving.writers and not all(p.is_file() for p in paths):
@@ -301,7 +304,7 @@ class _Run:
         def publish() -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
             moved = [item for item, _ in results]
             notes = (*self.plan.notes, *self._overflows(moved))
-            self.digests = {(d.file, d.tensor): d.text for item in moved for d in item.digests}
+            digests = [digest for item in moved for digest in item.digests]
             ledgers, rests = self._ledgers(moved), {}
             for file, layout, ledger in zip(self.plan.files, self.layouts, ledgers, strict=True):
                 crcs = ledger.tensor_crcs(file.tensors) if layout.needs_crc else ()
@@ -313,7 +316,8 @@ class _Run:
             for name, content in indexes.items():
                 publication.write_file(name, content)
             facts = file_facts(self.options, publication.work_dir, rests, indexes)
-            publication.write_file(MANIFEST_NAME, self._manifest(notes, facts))
+            manifest = describe_result(self.planned, self.options, digests, facts, notes)
+            publication.write_file(MANIFEST_NAME, manifest)
             default = self.world.size if self.moving.transport == "direct" else None
             wanted = self.options.num_writers(self.world.size) or default
             told = [*self.place.notes(wanted, publication.output_dir), *publication.notes]
@@ -364,74 +368,6 @@ class _Run:
     def _rest_digest(self, layout: FileLayout, blocks: Sequence[tuple[int, bytes]]) -> str:
         return "" if self.options.digest == "none" else rest_digest(layout, blocks)
 
-    def _manifest(self, notes: Sequence[str], files: dict[str, dict[str, object]]) -> bytes:
-        chosen = {name: getattr(self.options, name) for name in _SHAPING}
-        facts = {k: v for k, v in self.planned.facts.items() if k != "tag_chosen"}
-        return manifest_json(
-            version=__version__,
-            checkpoint=facts,
-            options={**chosen, "ties": self.options.tie_policy},
-            plan_digest=self.plan.digest,
-            tensors=self._tensor_facts(),
-            left_out={name: self._why_left_out(name) for name in self.plan.left_out},
-            notes=notes,
-            files=files,
-            optimizer=self._optimizer_facts(),
-            with_digest=self.options.digest != "none",
-        )
-
-    def _why_left_out(self, name: str) -> str:
-        reason, old = self.plan.left_out[name], self.plan.renamed.get(name)
-        return reason if old is None else f"{reason} (in the checkpoint: {old})"
-
-    def _tensor_facts(self) -> dict[str, dict[str, object]]:
-        facts: dict[str, dict[str, object]] = {}
-        for tensor in self.plan.tensors:
-            if not tensor.state:
-                facts[tensor.name] = self._facts_of(tensor)
-        files = self._written_names()
-        for alias, tie in self.plan.ties.items():
-            tied = {"tied_to": tie.holder, "tie_found": tie.found}
-            file = files.get(alias, facts[tie.holder]["file"])
-            facts[alias] = {**facts[tie.holder], "file": file, **tied}
-        for name, old in self.plan.renamed.items():
-            if name in facts:
-                facts[name]["name_in_checkpoint"] = old
-        return facts
-
-    def _facts_of(self, tensor: PlannedTensor) -> dict[str, object]:
-        facts: dict[str, object] = {
-            "dtype": tensor.dtype.name,
-            "shape": list(tensor.source.shape),
-            "file": self.plan.files[tensor.targets[0][0]].name,
-            "source": tensor.source.origin,
-            "source_dtype": tensor.source.dtype.name,
-        }
-        if self.options.digest != "none":
-            empty = not tensor.source.num_numel
-            facts[DIGEST_KEY] = EMPTY_DIGEST if empty else self.digests[tensor.targets[0]]
-        return facts
-
-    def _optimizer_facts(self) -> dict[str, object] | None:
-        """Give what the manifest says of the optimizer; ``None`` where nobody asked."""
-        if self.plan.optimizer is None:
-            return None
-        tensors: dict[str, dict[str, dict[str, object]]] = {}
-        for tensor in self.plan.tensors:
-            if tensor.state:
-                tensors.setdefault(tensor.state, {})[tensor.name] = self._facts_of(tensor)
-        return {**self.plan.optimizer, "tensors": tensors}
-
-    def _written_names(self) -> dict[str, str]:
-        """Give each name in the result its file; dropped ties are not among them."""
-        return {
-            name: file.name
-            for file in self.plan.files
-            if not file.state
-            for stored in file.tensors
-            for name in stored.names
-        }
-
     def forecast(self, target: Path, clock: Sequence[float]) -> Report:
         """Say what would be done; checks of the output folder that write nothing are made."""
         total = sum(layout.num_bytes for layout in self.layouts)
@@ -462,15 +398,17 @@ class _Run:
         return Report(
             output_dir=output_dir,
             files=tuple(file.name for file in self.plan.files),
-            num_tensors=len(self._written_names()),
+            num_tensors=len(written_names(self.plan)),
             num_bytes=self.plan.num_bytes,
             ties={alias: tie.holder for alias, tie in self.plan.ties.items()},
             left_out=self.plan.left_out,
             # Memory and network are this run's matter; the manifest speaks of the result.
-            notes=(*notes, *self.moving.notes, *self.world.notes),
+            notes=(*notes, *self.moving.notes, *self.source.notes, *self.world.notes),
             facts=self.planned.facts,
+            lost={name: f"{loss.what}: {loss.why}" for name, loss in self.planned.lost.items()},
             transport=self.moving.transport,
             num_bytes_read=sum(rank.num_bytes_read for rank in ranks),
+            num_bytes_checked=self.source.num_bytes,
             duration_sec=clock[-1] - clock[0],
             planning_sec=planning_sec,
             moving_sec=moving_sec,

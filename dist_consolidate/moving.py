@@ -194,6 +194,7 @@ class _Direct:
             digests=digests,
             journal=None if journals is None else Journal(journals, rank, paths),
             finished=finished,
+            checks_source=self._options.check_crc != "never",
         )
         move, control = DirectMove(work), self._world.control
         with closing_digests(digests):
@@ -331,6 +332,7 @@ class _Exchange:
             visible=self._planned.visible,
             digests=digests,
             journals=journals,
+            checks_source=self._options.check_crc != "never",
         )
 
 

@@ -54,12 +54,15 @@ class Nodes:
         visible: For each rank the shards it serves.
         planner: The rank that plans: it sees the model states that are read, and as many other
             shards as any rank that does.
+        marks: For each rank, what tells the shards that it sees from later ones, taken before
+            anything of them was read.
     """
 
     folder: TagFolder
     hosts: tuple[str, ...]
     visible: tuple[frozenset[str], ...]
     planner: int
+    marks: tuple[Mapping[str, Mark], ...]
 
     @property
     def all_visible(self) -> bool:
@@ -147,7 +150,12 @@ def look_together(found: TagFolder, hosts: Sequence[str], control: Control) -> N
             shards.setdefault(name, mine[name][0])
     notes = found.notes if copies is None else (*found.notes, *copies.notes)
     folder = dataclasses.replace(found, shards=in_order(shards.values()), notes=notes)
-    return Nodes(folder, tuple(hosts), visible, planner)
+    return Nodes(folder, tuple(hosts), visible, planner, _marks(seen))
+
+
+def _marks(seen: Sequence[_Seen]) -> tuple[Mapping[str, Mark], ...]:
+    known = {id(mine): {name: mark for name, (_, mark) in mine.items()} for mine in seen}
+    return tuple(known[id(mine)] for mine in seen)
 
 
 def _seen_here(folders: Sequence[Path]) -> _Seen:

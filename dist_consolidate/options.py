@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", "allgather", "gather", "direct"),
     "device": ("auto", "cpu", "cuda"),
     "io": ("auto", "buffered", "direct"),
+    "check_crc": ("auto", "always", "never"),
     "pipeline_names": ("module", "layer"),
     "launcher": ("auto", "torchrun", "slurm", "mpi", "none"),
     "digest": ("xxh3", "none"),
@@ -26,6 +27,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
 INCLUDES = ("optimizer",)
 # Options that may be given several times.
 _LISTS = ("tie", "allow_missing", "strip_prefix", "rename", "include", "search_dir")
+# Those that shape the result.
+SHAPING = (
+    "format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen", "strip_prefix",
+    "rename", "include", "pipeline_names", "trust_masters", "tp_rules",
+    "tensor_parallel", "hf_config", "allow_16bit",
+)  # fmt: skip
+_SWITCHES = (
+    "exclude_frozen", "trust_masters", "allow_16bit", "salvage", "sha256", "verify",
+    "overwrite", "resume", "dry_run",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +64,9 @@ class Options:
         tensor_parallel: The same rules themselves: a mapping with the key ``rule``.
         hf_config: The ``config.json`` of a tensor-parallel model, or the folder that holds it.
         allow_16bit: Take the 16-bit weights where all optimizer states of ZeRO-1 or 2 are gone.
+        check_crc: Whether to hold what is read against the CRC-32 of the shards' records: ``auto``
+            (records that are read whole, or nearly), ``always`` or ``never``.
+        salvage: Write what is intact of a damaged checkpoint.
         transport: ``auto``, ``allgather``, ``gather`` or ``direct``.
         writers: How many ranks write, or ``all``; ``None`` for the transport's default.
         output_node: The rank, or the host, on whose node the result is written; ``None`` for
@@ -93,6 +107,8 @@ class Options:
     tensor_parallel: Mapping[str, Any] | None = None
     hf_config: str | None = None
     allow_16bit: bool = False
+    check_crc: str = "auto"
+    salvage: bool = False
     transport: str = "auto"
     writers: str | int | None = None
     output_node: str | int | None = None
@@ -136,11 +152,7 @@ class Options:
         for name in _LISTS:
             if not all(isinstance(item, str) for item in getattr(self, name)):
                 raise UsageError(f"{_flag(name)} {list(getattr(self, name))}: must be texts")
-        switches = (
-            "exclude_frozen", "trust_masters", "allow_16bit", "sha256", "verify", "overwrite",
-            "resume", "dry_run",
-        )  # fmt: skip
-        for name in switches:
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r}: must be true or false")
         node = self.output_node

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from dist_consolidate.checkpoint.jobs import Finding, Job, run_job
 from dist_consolidate.checkpoint.layout import TagFolder
-from dist_consolidate.checkpoint.model import Checkpoint
+from dist_consolidate.checkpoint.model import Checkpoint, Loss
 from dist_consolidate.checkpoint.reader import read_checkpoint
 from dist_consolidate.checkpoint.request import Request
 from dist_consolidate.checkpoint.tensor_settle import merging_from
@@ -22,6 +22,7 @@ from dist_consolidate.finding import find_together, settle
 from dist_consolidate.nodes import Nodes, look_together
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
+from dist_consolidate.plan.losses import losses
 from dist_consolidate.plan.names import output_names
 from dist_consolidate.plan.plan import Plan, make_plan
 from dist_consolidate.plan.resolve import resolve
@@ -40,11 +41,13 @@ class Planned:
         nodes: Who sees which shards.
         facts: Tag, step, stage and releases, for the report and the manifest.
         plan: What is written, and from where.
+        lost: By name in the output, what a damaged checkpoint lacks (``--salvage``).
     """
 
     nodes: Nodes
     facts: dict[str, str | int | None]
     plan: Plan
+    lost: dict[str, Loss]
 
     @property
     def folder(self) -> TagFolder:
@@ -128,7 +131,8 @@ def plan_together(
             raise type(error)(f"{error}\n{nodes.inventory()}") from error
         finally:
             reading.end()
-        return Planned(nodes, _facts(checkpoint), plan_here(checkpoint, options))
+        plan = plan_here(checkpoint, options)
+        return Planned(nodes, _facts(checkpoint), plan, losses(checkpoint.lost, plan))
 
     return on_rank(control, nodes.planner, plan)
 
@@ -139,6 +143,7 @@ def _request(options: Options) -> Request:
         trust_masters=options.trust_masters,
         allow_16bit=options.allow_16bit,
         include_optimizer="optimizer" in options.include,
+        salvage=options.salvage,
         pipeline_names=options.pipeline_names,
         merging=merging_from(options.tp_rules, options.hf_config, options.tensor_parallel),
     )

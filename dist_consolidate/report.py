@@ -48,11 +48,13 @@ class Report:
         facts: Tag, how it was chosen, step, stage, world size and DeepSpeed version.
         transport: The transport used.
         num_bytes_read: Bytes read from shards by all ranks, metadata not counted.
+        num_bytes_checked: Of the shards' records, those whose CRC-32 was found right.
         duration_sec: Wall time.
         planning_sec: Of that, until the plan was settled.
         moving_sec: Of that, from creating the files until every byte was on disk.
         publishing_sec: Of that, the rest.
         ranks: What each rank did.
+        lost: With ``--salvage``, names that are missing, or not of the most precise copy, and why.
         is_dry_run: Nothing was written; the figures say what would be.
         verified: What ``verify`` found, for people.
         num_bytes_resumed: Bytes of the output files that an earlier run had finished.
@@ -76,6 +78,8 @@ class Report:
     is_dry_run: bool = False
     verified: tuple[str, ...] = ()
     num_bytes_resumed: int = 0
+    num_bytes_checked: int = 0
+    lost: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def peak_memory_bytes() -> int:

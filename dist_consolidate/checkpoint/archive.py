@@ -16,7 +16,7 @@ import re
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dist_consolidate.checkpoint import unpickle
 from dist_consolidate.checkpoint.extents import TensorSpan
@@ -113,10 +113,15 @@ class ZipRecords:
     def data_offset_bytes(self, name: str) -> int:
         """Give the address of a record's first byte, from its local header."""
         if name not in self._offsets:
-            entry = self.record(name)
             with self.path.open("rb") as stream:
-                stream.seek(entry.header_offset)
-                header = stream.read(_LOCAL_HEADER.size)
+                self._find(name, stream)
+        return self._offsets[name]
+
+    def _find(self, name: str, stream: BinaryIO) -> None:
+        if name not in self._offsets:
+            entry = self.record(name)
+            stream.seek(entry.header_offset)
+            header = stream.read(_LOCAL_HEADER.size)
             if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
                 raise CheckpointError(f"{self.path}: record {name!r} has no local header")
             _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
@@ -127,7 +132,15 @@ class ZipRecords:
                     f"but the file has {self._num_bytes}; it is truncated"
                 )
             self._offsets[name] = offset
-        return self._offsets[name]
+
+    def places(self) -> list[tuple[str, int, int, int]]:
+        """List the records: name, first byte, length and CRC-32 (0 if torch computed none)."""
+        names = [n.removeprefix(self._root) for n in self._records if n.startswith(self._root)]
+        with self.path.open("rb") as stream:
+            for name in names:
+                self._find(name, stream)
+        entries = {name: self.record(name) for name in names}
+        return [(name, self._offsets[name], e.file_size, e.CRC) for name, e in entries.items()]
 
     def read_small(self, name: str) -> bytes:
         """Read a small record whole."""

@@ -12,6 +12,9 @@ from dist_consolidate.checkpoint.writers import plain_name
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
 
 _MAX_INDICES = 100_000
+# A shard is short beside its likes if it is no more than this part of them.
+_SHORT = 0.98
+SALVAGE_HINT = "If these files are gone for good, --salvage writes what is intact."
 
 
 def refuse_model_parallel(folder: TagFolder, model: ModelState, grid: Grid) -> None:
@@ -80,9 +83,36 @@ def primary_model(folder: TagFolder, mp_rank: int) -> ShardFile:
         raise CheckpointError(
             f"{folder.path / (name + '_model_states.pt')}: is missing; it names the model's "
             "tensors and nothing can be read without it. Look for it where the run's first "
-            f"rank saved{advice(folder, '. ')}"
+            f"rank saved{advice(folder, '. ')}{_other_names(folder, mp_rank)}"
         )
     return models[0]
+
+
+def _other_names(folder: TagFolder, mp_rank: int) -> str:
+    """Under ZeRO-3 every rank's model states name the tensors."""
+    others = [s for s in folder.of("model") if s.dp_rank and s.mp_rank == mp_rank]
+    if not others or mp_rank:
+        return ""
+    return f". If it is gone for good, --salvage takes the names of {others[0].name}"
+
+
+def beside_others(folder: TagFolder, shard: ShardFile) -> str:
+    """Say that a damaged file is short beside its likes: its save did not finish.
+
+    Args:
+        folder: The shards.
+        shard: The file.
+
+    Returns:
+        What to add to the message; nothing for model states, which differ.
+    """
+    likes = [s.num_bytes for s in folder.of(shard.role) if s != shard]
+    if shard.role != "optim" or not likes or shard.num_bytes > _SHORT * min(likes):
+        return ""
+    return (
+        f". A torn save: {shard.name} of rank {shard.dp_rank or 0} has {shard.num_bytes:,} bytes, "
+        f"its likes {min(likes):,}"
+    )
 
 
 def order_by_rank(
@@ -113,7 +143,7 @@ def order_by_rank(
         problems.add(f"{folder.file(first.shard.name)}: records no partition_count")
         ranks = len(by_rank)
     for rank in missing_numbers(ranks, {*by_rank, *damaged}):
-        path = folder.path / _name_for(first.shard, rank)
+        path = folder.path / name_for(first.shard, rank)
         problems.add(
             f"{path}: is missing (rank {rank} of {ranks}); {first.shard.name} is of so many ranks"
         )
@@ -124,7 +154,8 @@ def order_by_rank(
     return ordered
 
 
-def _name_for(example: ShardFile, rank: int) -> str:
+def name_for(example: ShardFile, rank: int) -> str:
+    """Name another rank's file of the kind of an example."""
     ours, theirs = f"zero_pp_rank_{rank}_", f"zero_pp_rank_{example.dp_rank or 0}_"
     return plain_name(example.name).replace(theirs, ours)
 

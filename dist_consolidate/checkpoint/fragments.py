@@ -30,6 +30,16 @@ class Read:
     start_numel: int = 0
     stop_numel: int = 0
 
+    def place(self) -> tuple[str, int, int]:
+        """Give the file, the first byte and behind the last byte that are touched at most."""
+        if self.extent is not None:
+            start = self.extent.offset_bytes
+            return self.extent.file, start, start + self.extent.num_bytes
+        assert self.span is not None
+        start = self.span.offset_bytes
+        reach_bytes = self.span.reach_numel * self.span.dtype.itemsize_bytes
+        return self.span.file, start, start + reach_bytes
+
 
 class Fragments:
     """Finds the fragments of any elements of any tensor."""

@@ -16,6 +16,7 @@ from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
 from dist_consolidate.checkpoint.model_states import read_model_state, read_param, read_tensors
 from dist_consolidate.checkpoint.optim_states import read_optim_state
 from dist_consolidate.checkpoint.optimizer import BaseOptimizer, read_base_optimizer
+from dist_consolidate.checkpoint.records import Record, damaged_records
 from dist_consolidate.checkpoint.states import ModelState, OptimState, ParamState, TensorsState
 from dist_consolidate.doing import Doing
 from dist_consolidate.errors import Caught, CheckpointError
@@ -27,6 +28,7 @@ Finding = (
     | BaseOptimizer
     | ExpertOptimState
     | ParamState
+    | tuple[Record, ...]
     | int
     | None
     | CheckpointError
@@ -35,10 +37,14 @@ Finding = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One file to read, and what for: states, a state dict, a parameter, an optimizer, a step."""
+    """One file to read, and what for: states, a state dict, a parameter, an optimizer, a step.
 
-    kind: Literal["model", "optim", "tensors", "optimizer", "expert-optim", "param", "step"]
+    Or its damaged records, among those that ``spans`` (first byte, behind the last) lie in.
+    """
+
+    kind: Literal["model", "optim", "tensors", "optimizer", "expert-optim", "param", "step", "crc"]
     shard: ShardFile
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 Runner = Callable[[TagFolder, Sequence[Job]], list[Finding]]
@@ -63,6 +69,8 @@ def run_job(folder: TagFolder, job: Job) -> Finding:
             finding = read_expert_optim(base, job.shard)
         elif job.kind == "param":
             finding = read_param(base, job.shard)
+        elif job.kind == "crc":
+            finding = damaged_records(path, job.spans)
         else:
             finding = scan_integer(path, "global_steps")
     error = caught.error

@@ -148,6 +148,24 @@ class OptimizerStates:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """What a damaged checkpoint lacks of a tensor (``--salvage``).
+
+    Attributes:
+        what: ``missing`` and ``partial`` tensors are not written; ``lower precision`` and ``other
+            copy`` are, from what is left.
+        why: Which file or record is damaged.
+        num_numel: Elements of the most precise copy.
+        intact_numel: Of them, those that are intact.
+    """
+
+    what: Literal["missing", "partial", "lower precision", "other copy"]
+    why: str
+    num_numel: int
+    intact_numel: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The metadata of one tag, ready for planning; no weight has been read.
 
@@ -175,6 +193,7 @@ class Checkpoint:
             has copies of all tensors and no record.
         pipeline_stages: Stages of the pipeline that wrote it.
         tensor_ranks: Ranks that shared each tensor.
+        lost: Tensors whose most precise copy is damaged, where that is let pass.
     """
 
     tag: str
@@ -197,3 +216,4 @@ class Checkpoint:
     value_ties: dict[str, str] = dataclasses.field(default_factory=dict)
     pipeline_stages: int = 1
     tensor_ranks: int = 1
+    lost: dict[str, Loss] = dataclasses.field(default_factory=dict)

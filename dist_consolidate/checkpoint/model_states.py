@@ -84,6 +84,7 @@ def read_model_state(folder: Path, shard: ShardFile) -> ModelState:
         zero_stage=integer(zero.get("stage")),
         zenflow=zero.get("zenflow") not in (None, False),
         global_steps=integer(tree.get("global_steps")),
+        skipped_steps=integer(tree.get("skipped_steps")),
         dp_world_size=integer(tree.get("dp_world_size")),
         mp_world_size=integer(tree.get("mp_world_size")),
         ds_version=text_of(tree.get("ds_version")),

@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_consolidate.checkpoint import census, pipeline, same_run, universal, witness, writers
+from dist_consolidate.checkpoint import (
+    census,
+    pipeline,
+    same_run,
+    steps,
+    universal,
+    witness,
+    writers,
+)
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.experts import Experts, gather, refuse_kinds, with_experts
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
@@ -16,10 +24,11 @@ from dist_consolidate.checkpoint.moments import with_moments
 from dist_consolidate.checkpoint.parallel import Grid, find_grid
 from dist_consolidate.checkpoint.pipeline_stages import PipelineStages, is_pipeline
 from dist_consolidate.checkpoint.request import Request
+from dist_consolidate.checkpoint.rounding import Compared, comparing
 from dist_consolidate.checkpoint.search import advice
 from dist_consolidate.checkpoint.states import ModelState, OptimState, TensorsState
 from dist_consolidate.checkpoint.tensor_parallel import TensorRank, merge_tensor_ranks
-from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError, listing
 
 _PLAIN = Request()
 
@@ -42,17 +51,23 @@ def read_checkpoint(
             problems found are in one message.
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
+    if request.salvage:
+        from dist_consolidate.checkpoint import salvage
+
+        salvaged = salvage.read(folder, run, request)
+        if salvaged is not None:
+            return salvaged
     folder, notes = writers.settle(folder)
     if universal.is_universal(folder):
         return universal.read(folder, run, request)
     jobs = _jobs(folder)
     findings = dict(zip(jobs, run(folder, jobs), strict=True))
     problems = Problems()
-    for finding in findings.values():
+    for job, finding in findings.items():
         if isinstance(finding, UnsupportedLayoutError):
             raise finding
         if isinstance(finding, CheckpointError):
-            problems.add(str(finding))
+            problems.add(f"{finding}{census.beside_others(folder, job.shard)}")
     primary = findings[jobs[0]]
     if not isinstance(primary, ModelState):
         problems.raise_if_any(f"{folder.path}: the checkpoint cannot be read")
@@ -76,18 +91,27 @@ def read_checkpoint(
         census.check_indices(folder, grid.size, problems)
         census.check_optims(folder, [(part.model, part.optims) for part in parts], problems)
     states = [f for f in findings.values() if isinstance(f, ModelState | OptimState)]
-    told = same_run.check(folder, states, problems, trust_masters=request.trust_masters)
+    trust = request.trust_masters
+    told = same_run.check(folder, states, problems, trust_masters=trust)
+    for part in parts:
+        told += steps.check(folder, part.model, part.optims, problems, trust_masters=trust)
     # A layout needs every rank; missing and damaged shards are told first, all together.
+    hints = (advice(folder), _salvage_hint(findings, parts, grid))
     problems.raise_if_any(
-        f"{folder.path}: the checkpoint is incomplete or inconsistent", advice(folder)
+        f"{folder.path}: the checkpoint is incomplete or inconsistent",
+        " ".join(hint for hint in hints if hint),
     )
-    if piped:
-        checkpoint = _joined_stages(folder, grid, parts, run, request)
-    else:
-        # Only the model states of global rank 0 have recorded ties; they hold for the others too.
-        claims = (*request.claims, *(primary.shared_params or {}).items())
-        found = _assembled(parts, run, dataclasses.replace(request, claims=claims))
-        checkpoint = _tensor_merged(folder, parts, found, request)
+    with comparing() as compared:
+        try:
+            if piped:
+                checkpoint = _joined_stages(folder, grid, parts, run, request)
+            else:
+                # Only global rank 0's model states have recorded ties; they hold for all.
+                claims = (*request.claims, *(primary.shared_params or {}).items())
+                found = _assembled(parts, run, dataclasses.replace(request, claims=claims))
+                checkpoint = _tensor_merged(folder, parts, found, request)
+        except CheckpointError as error:
+            raise type(error)(f"{error}{_damage_told(folder, run, compared)}") from error
     checkpoint = dataclasses.replace(
         checkpoint,
         notes=(*folder.notes, *notes, *told, *checkpoint.notes),
@@ -98,6 +122,29 @@ def read_checkpoint(
         part = _only_part(folder, parts)
         checkpoint = with_moments(checkpoint, folder, part.model, part.optims, run)
     return checkpoint
+
+
+def _damage_told(folder: TagFolder, run: Runner, compared: Compared) -> str:
+    """Name damaged records among what was compared: then that is why values do not fit."""
+    shards = {shard.name: shard for shard in folder.shards}
+    jobs = [Job("crc", shards[n], tuple(sorted(r))) for n, r in compared.items() if n in shards]
+    lines = []
+    for job, finding in zip(jobs, run(folder, jobs) if jobs else [], strict=True):
+        rank = "" if job.shard.dp_rank is None else f" (of rank {job.shard.dp_rank})"
+        lines += [
+            f"{folder.file(job.shard.name)}{rank}: record {record.name} holds other bytes than "
+            "were saved (CRC-32)"
+            for record in (finding if isinstance(finding, tuple) else ())
+        ]
+    return f"\n{listing('The cause may be damage', lines)}" if lines else ""
+
+
+def _salvage_hint(findings: Mapping[Job, Finding], parts: Sequence[_Part], grid: Grid) -> str:
+    """Say that there is ``--salvage``, where shards are damaged or gone and it can help."""
+    damaged = any(isinstance(finding, CheckpointError) for finding in findings.values())
+    few = any(len(p.optims) < p.optims[0].num_ranks for p in parts if p.optims)
+    dense = grid.size == 1 and len(parts) == 1 and parts[0].experts is None
+    return census.SALVAGE_HINT if dense and (damaged or few) else ""
 
 
 def _joined_stages(

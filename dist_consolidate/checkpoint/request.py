@@ -17,6 +17,7 @@ class Request:
         allow_16bit: Take the 16-bit weights where all optimizer states are gone.
         include_optimizer: Locate the optimizer's states, too.
         merging: What is said about tensor parallelism.
+        salvage: Read what is intact of a damaged checkpoint.
         pipeline_names: How a pipeline's tied layers are named: ``module`` or ``layer``.
     """
 
@@ -24,5 +25,6 @@ class Request:
     trust_masters: bool = False
     allow_16bit: bool = False
     include_optimizer: bool = False
+    salvage: bool = False
     pipeline_names: str = "module"
     merging: Merging = Merging()  # noqa: RUF009 - frozen

@@ -6,9 +6,11 @@ have been cloned before it was saved.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist_consolidate.checkpoint.fragments import Read, fragments
@@ -17,6 +19,28 @@ from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.dtypes import DType
 
 _CHUNK_NUMEL = 1 << 20
+
+# By file, what has been compared: first byte, behind the last one.
+Compared = dict[str, set[tuple[int, int]]]
+_compared: contextvars.ContextVar[Compared | None] = contextvars.ContextVar(
+    "compared", default=None
+)
+
+
+@contextlib.contextmanager
+def comparing() -> Iterator[Compared]:
+    """Note what is compared inside a block: where values do not fit, they may be damaged.
+
+    Yields:
+        The ranges, by file.
+    """
+    token = _compared.set({})
+    try:
+        noted = _compared.get()
+        assert noted is not None  # it has just been set
+        yield noted
+    finally:
+        _compared.reset(token)
 
 
 class Fingerprints:
@@ -52,7 +76,11 @@ class Fingerprints:
 
         width, state = source.dtype.itemsize_bytes, hashlib.sha256()
         ours, theirs = getattr(torch, source.dtype.name), getattr(torch, dtype.name)
+        compared = _compared.get()
         for read in sorted(fragments(source, self._groups), key=lambda part: part.at_bytes):
+            if compared is not None:
+                file, start, stop = read.place()
+                compared.setdefault(file, set()).add((start, stop))
             total = read.stop_numel - read.start_numel
             if read.extent is not None:
                 total = read.extent.num_bytes // width

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.fragments import Read
 from dist_consolidate.checkpoint.layout import locate
+from dist_consolidate.crc_pieces import ReadCrcs
 from dist_consolidate.doing import Doing
 from dist_consolidate.errors import CheckpointError
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 # One preadv may ask for at most 0x7ffff000 bytes and IOV_MAX places on Linux.
 _MAX_READ_BYTES = 1 << 30
 _MAX_PLACES = 1024
+# What is checksummed is read in steps that stay in the processor's cache until then.
+_CRC_STEP_BYTES = 512 << 10
 # Strided tensors are gathered from spans of the file of about this size.
 _SPAN_BYTES = 4 << 20
 
@@ -30,13 +33,20 @@ _SPAN_BYTES = 4 << 20
 class ShardReader:
     """Reads from the shards of one tag folder; several threads may read at once."""
 
-    def __init__(self, folder: Path | Sequence[Path], file_bytes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        folder: Path | Sequence[Path],
+        file_bytes: Mapping[str, int],
+        crcs: ReadCrcs | None = None,
+    ) -> None:
         """Open nothing yet.
 
         Args:
             folder: The tag folder, or all folders its shards lie in.
             file_bytes: The size of each shard when it was planned with.
+            crcs: Takes the checksums of what is read, but for strided tensors.
         """
+        self.crcs = crcs
         self._folders = (folder,) if isinstance(folder, Path) else tuple(folder)
         self._file_bytes = file_bytes
         self._descriptors: dict[tuple[str, int], int] = {}
@@ -68,32 +78,55 @@ class ShardReader:
         elif read.span is not None:
             self._fill_strided(buffer[read.at_bytes :], read)
 
-    def scatter(self, file: str, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+    def scatter(
+        self, file: str, offset_bytes: int, targets: Sequence[memoryview], *, is_noted: bool = True
+    ) -> None:
         """Read a range of a shard into several places, in as few calls as possible.
 
         Args:
             file: The shard.
             offset_bytes: Where the range begins.
             targets: Where its bytes go, one place after another.
+            is_noted: Whether their checksum is taken, if that of anything is.
 
         Raises:
             CheckpointError: If the shard is gone, changed or cut short meanwhile.
         """
         descriptor = self.descriptor(file)
         path = self._paths[file]
+        crcs = self.crcs if is_noted else None
+        step_bytes = _MAX_READ_BYTES if crcs is None else _CRC_STEP_BYTES
         waiting, done = collections.deque(targets), 0
         while waiting:
-            batch = _batch(waiting)
+            batch = _batch(waiting, step_bytes)
             try:
                 with Doing("reading", path):
                     count = os.preadv(descriptor, batch, offset_bytes + done)
             except OSError as error:
                 raise self.unreadable(file, offset_bytes + done, error) from error
-            done += count
             if not count and any(batch):
                 raise self.cut_short(file, offset_bytes + done, sum(map(len, waiting)))
+            if crcs is not None:
+                crcs.note(file, offset_bytes + done, batch, count)
+            done += count
             _drop(waiting, count)
         self.count(done)
+
+    def note_again(self, file: str, offset_bytes: int, num_bytes: int) -> None:
+        """Read a range for its checksum's sake, such as one that the kernel has copied.
+
+        Args:
+            file: The shard.
+            offset_bytes: Where the range begins.
+            num_bytes: How long it is.
+
+        Raises:
+            CheckpointError: If the shard is gone, changed or cut short meanwhile.
+        """
+        room = memoryview(bytearray(min(num_bytes, _CRC_STEP_BYTES)))
+        for start in range(0, num_bytes, _CRC_STEP_BYTES):
+            length = min(_CRC_STEP_BYTES, num_bytes - start)
+            self.scatter(file, offset_bytes + start, [room[:length]])
 
     def unreadable(self, file: str, offset_bytes: int, error: OSError) -> CheckpointError:
         """Make the error for a shard that the system could not read.
@@ -187,7 +220,8 @@ class ShardReader:
         span_bytes = box.reach_numel * width
         if span_bytes <= max(_SPAN_BYTES, 2 * box.num_numel * width):
             data = bytearray(span_bytes)
-            self.scatter(box.file, box.offset_bytes, [memoryview(data)])
+            # Boxes of one tensor may share bytes, and be many.
+            self.scatter(box.file, box.offset_bytes, [memoryview(data)], is_noted=False)
             source = torch.frombuffer(data, dtype=torch.uint8)
             strides = [step * width for step in box.stride]
             out.copy_(source.as_strided((*box.shape, width), (*strides, 1)))
@@ -204,10 +238,9 @@ class ShardReader:
             self._read_box(out.select(longest, index), part)
 
 
-def _batch(waiting: collections.deque[memoryview]) -> list[memoryview]:
-    """Give the first places, as many as one call may fill."""
+def _batch(waiting: collections.deque[memoryview], room: int) -> list[memoryview]:
+    """Give the first places, as many as one call may fill, and no more bytes than there is room."""
     batch: list[memoryview] = []
-    room = _MAX_READ_BYTES
     for place in itertools.islice(waiting, _MAX_PLACES):
         batch.append(place[:room])
         room -= len(batch[-1])

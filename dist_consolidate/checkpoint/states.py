@@ -52,6 +52,7 @@ class ModelState:
         zero_stage: Stage in the configuration, if it was pickled as a dict.
         zenflow: Whether the configuration, if it was pickled as a dict, has ZenFlow on.
         global_steps: Steps taken; with the world sizes, DeepSpeed's own counters.
+        skipped_steps: Of them, those that an overflow kept the optimizer from taking.
         dp_world_size: Data-parallel world size (sequence ranks included).
         mp_world_size: Model-parallel world size.
         ds_version: The DeepSpeed release that wrote it.
@@ -93,6 +94,14 @@ class ModelState:
     is_named: bool = True
     is_nested: bool = False
     device: int | None = None
+    skipped_steps: int | None = None
+
+    @property
+    def steps_taken(self) -> int | None:
+        """Steps that the optimizer took, where the counters tell."""
+        if self.global_steps is None or self.skipped_steps is None:
+            return None
+        return self.global_steps - self.skipped_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

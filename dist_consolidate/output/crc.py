@@ -1,69 +1,18 @@
 """CRC-32 of data that several writers checksum in pieces.
 
 Writers see parts of a tensor, in any order and on any rank, while a zip file needs one checksum
-for the whole. A CRC is linear over GF(2), so the checksum of ``a + b`` follows from those of ``a``
-and ``b`` and the length of ``b``; no byte is read twice. The idea is that of zlib's
-``crc32_combine``.
+for the whole.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from dist_consolidate.crc_pieces import combine_crc32
 from dist_consolidate.errors import ConsolidateError
 from dist_consolidate.plan.outputs import StoredTensor
-
-# CRC-32 values are polynomials over GF(2) with the coefficient of x**0 in the highest bit.
-_POLYNOMIAL = 0xEDB88320
-_ONE = 1 << 31
-
-
-def combine_crc32(crc1: int, crc2: int, num_bytes2: int) -> int:
-    """Give the CRC-32 of two byte strings put together.
-
-    Args:
-        crc1: CRC-32 of the first.
-        crc2: CRC-32 of the second.
-        num_bytes2: Length of the second in bytes.
-
-    Returns:
-        What ``zlib.crc32(first + second)`` returns.
-    """
-    return _product(_shift_by_bytes(num_bytes2), crc1) ^ crc2
-
-
-def _product(left: int, right: int) -> int:
-    """Multiply two polynomials modulo the CRC's."""
-    result = 0
-    while left:
-        if left & _ONE:
-            result ^= right
-        left = (left << 1) & 0xFFFFFFFF
-        right = (right >> 1) ^ (_POLYNOMIAL if right & 1 else 0)
-    return result
-
-
-@functools.cache
-def _shift_by_power(exponent: int) -> int:
-    """Give x**(8 * 2**exponent): what 2**exponent further bytes multiply a checksum by."""
-    if exponent == 0:
-        return _ONE >> 8
-    half = _shift_by_power(exponent - 1)
-    return _product(half, half)
-
-
-# Pieces come in a few sizes only (whole buckets and the rests of tensors).
-@functools.lru_cache(maxsize=4096)
-def _shift_by_bytes(num_bytes: int) -> int:
-    """Give x**(8 * num_bytes)."""
-    result = _ONE
-    for exponent in range(num_bytes.bit_length()):
-        if num_bytes >> exponent & 1:
-            result = _product(_shift_by_power(exponent), result)
-    return result
 
 
 class CrcPiece(NamedTuple):

@@ -23,6 +23,7 @@ def manifest_json(
     files: Mapping[str, Mapping[str, object]] | None = None,
     optimizer: Mapping[str, object] | None = None,
     with_digest: bool = False,
+    salvage: Mapping[str, object] | None = None,
 ) -> bytes:
     """Write the manifest; equal arguments give equal bytes.
 
@@ -41,6 +42,7 @@ def manifest_json(
         files: For each weight file and index its size and checksums.
         optimizer: The optimizer's step, settings and states, where they are in the result.
         with_digest: Add a digest of the manifest's own bytes.
+        salvage: What is missing or of lower precision because the checkpoint is damaged.
 
     Returns:
         Sorted JSON, indented by two, with a closing newline.
@@ -58,6 +60,8 @@ def manifest_json(
         content["files"] = {name: dict(facts) for name, facts in files.items()}
     if optimizer is not None:
         content["optimizer"] = dict(optimizer)
+    if salvage:
+        content["salvage"] = dict(salvage)
     if with_digest:
         content[SELF_KEY] = self_digest(content)
     return as_bytes(content)

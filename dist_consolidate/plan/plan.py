@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, Source
 from dist_consolidate.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from dist_consolidate.errors import CheckpointError
+from dist_consolidate.errors import CheckpointError, listing
 from dist_consolidate.plan.coverage import check_coverage
 from dist_consolidate.plan.names import Names, renamed
 from dist_consolidate.plan.outputs import OutputFile, StoredTensor
@@ -112,7 +112,9 @@ def make_plan(
             to write.
     """
     if not resolution.tensors:
-        raise CheckpointError(f"{checkpoint.tag}: nothing is left to write")
+        lost = [f"{name}: {loss.what}: {loss.why}" for name, loss in checkpoint.lost.items()]
+        told = f"{checkpoint.tag}: nothing is left to write"
+        raise CheckpointError(listing(told, lost) if lost else told)
     check_coverage(checkpoint, resolution)
     names = names or Names({})
     resolution = renamed(resolution, names)

@@ -131,7 +131,11 @@ class _Resolver:
                 missing.append(name)
                 continue
             self.sources[name] = key.source
-            lower += not key.is_buffer and key.source.dtype.name in ("float16", "bfloat16")
+            lower += (
+                name not in ckpt.lost
+                and not key.is_buffer
+                and key.source.dtype.name in ("float16", "bfloat16")
+            )
         self._note_lower(ckpt, lower, bool(unlisted))
         reasons = {name: _why_missing(ckpt, name, unlisted) for name in missing}
         for name, kind in ckpt.odd_entries.items():
@@ -153,7 +157,12 @@ class _Resolver:
         self, ckpt: Checkpoint, missing: dict[str, str], allowed: Sequence[str]
     ) -> None:
         refused: list[str] = []
+        for name, loss in ckpt.lost.items():
+            if name in missing or not (name in self.sources or name in ckpt.module):
+                self.left_out[name] = loss.why
         for name, reason in missing.items():
+            if name in self.left_out:
+                continue
             if any(fnmatchcase(name, pattern) for pattern in allowed):
                 self.left_out[name] = reason
             else:

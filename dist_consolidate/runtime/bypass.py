@@ -141,6 +141,8 @@ class BypassReader:
             part = self._room[at : at + len(target)]
             numpy.copyto(numpy.frombuffer(target, "u1"), numpy.frombuffer(part, "u1"))
             at += len(target)
+        if self._reader.crcs is not None:
+            self._reader.crcs.note(file, offset_bytes, targets, num_bytes)
         self._reader.count(num_bytes)
         return True
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from dist_consolidate.checkpoint.fragments import Fragments
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.checksums import crc32
+from dist_consolidate.crc_pieces import ReadCrcs
 from dist_consolidate.dtypes import DType
 from dist_consolidate.errors import Caught
 from dist_consolidate.filesystems import is_in_memory
@@ -52,6 +53,7 @@ class DirectWork:
         digests: Told of everything that is written.
         journal: Told of what is written, where an unbroken run is not taken for granted.
         finished: What an earlier run has finished of the files.
+        checks_source: Note a CRC-32 of everything that is read.
     """
 
     folder: Path | Sequence[Path]
@@ -65,6 +67,7 @@ class DirectWork:
     digests: Digests | None = None
     journal: Journal | None = None
     finished: Finished = _NOTHING
+    checks_source: bool = False
 
 
 class Source(NamedTuple):
@@ -99,7 +102,8 @@ class DirectMove:
     def __init__(self, work: DirectWork) -> None:
         """Open nothing yet."""
         self._work, self._watch = work, Stopwatch()
-        self._reader = ShardReader(work.folder, work.file_bytes)
+        self._crcs = ReadCrcs() if work.checks_source else None
+        self._reader = ShardReader(work.folder, work.file_bytes, self._crcs)
         self._output = OutputFiles(
             work.files, self._watch, digests=work.digests, journal=work.journal
         )
@@ -171,6 +175,7 @@ class DirectMove:
             tuple(check for worker in workers for check in worker.checksums),
             frozenset().union(*(worker.overflowed for worker in workers)),
             self._watch.totals(),
+            read_crcs=self._crcs.ranges() if self._crcs else {},
         )
 
     def take(self) -> int | None:
@@ -296,7 +301,8 @@ class _Worker:
             if source.num_bytes < _MIN_KERNEL_COPY_BYTES or len(places) > 1 or not self._by_kernel:
                 continue
             if self._copied(source, places[0]):
-                self._reader.count(source.num_bytes)
+                if not self._move._work.checks_source:  # else it was read, and is counted
+                    self._reader.count(source.num_bytes)
                 copied.append(source)
         return copied
 
@@ -310,6 +316,8 @@ class _Worker:
             return False
         if count < num_bytes:
             raise self._reader.cut_short(source.file, start + count, num_bytes - count)
+        if self._move._work.checks_source:
+            self._reader.note_again(source.file, start, num_bytes)
         return True
 
     def _read(self, room: memoryview, sources: Iterable[Source], way: Way) -> None:

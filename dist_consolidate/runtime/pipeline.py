@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from dist_consolidate.checkpoint.shards import ShardReader
+from dist_consolidate.crc_pieces import ReadCrcs
 from dist_consolidate.errors import Caught, LostError
 from dist_consolidate.plan.buckets import Phase
 from dist_consolidate.plan.owners import Owners
@@ -58,6 +59,7 @@ class Work:
         visible: For each rank, the shards it sees.
         digests: Told of everything that is written here.
         journals: Where to claim what is written, and what an earlier run has finished.
+        checks_source: Note a CRC-32 of everything that is read.
     """
 
     folder: Path | Sequence[Path]
@@ -72,6 +74,7 @@ class Work:
     visible: Sequence[frozenset[str]]
     digests: Digests | None = None
     journals: JournalPlace | None = None
+    checks_source: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,6 +181,7 @@ class _Mover:
         num_buckets = sum(phase.num_buckets for phase in work.phases)
         self.num_steps = num_buckets - len(self.earlier.buckets)
         self.clock = Clock(world.device)
+        self.crcs = ReadCrcs() if work.checks_source else None
         self.ownership = Ownership(
             work.owners,
             work.writers,
@@ -237,6 +241,7 @@ class _Mover:
                     assembler.overflowed if assembler else ()
                 ),
                 self.clock.totals(),
+                read_crcs=self.crcs.ranges() if self.crcs else {},
             )
 
     def _look_back(self) -> None:
@@ -308,7 +313,7 @@ class _Mover:
             for file in lane.phase.row_files(row)
         }
         return Loader(
-            lambda: ShardReader(work.folder, work.file_bytes),
+            lambda: ShardReader(work.folder, work.file_bytes, self.crcs),
             loads,
             tables,
             num_threads=_num_readers(self.budget.num_threads, len(files)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from dist_consolidate.crc_pieces import CrcRange
 from dist_consolidate.runtime.digests import Digest
 from dist_consolidate.runtime.stages import StageTime
 
@@ -30,6 +32,7 @@ class MoveResult:
         overflowed: Tensors that hold infinities after a cast to fp16.
         stages: How long each stage was busy.
         digests: Of the tensors whose first bytes this rank owns, if asked for.
+        read_crcs: CRC-32 of what was read of each shard, if asked for.
     """
 
     num_bytes_read: int
@@ -38,3 +41,4 @@ class MoveResult:
     overflowed: frozenset[int]
     stages: tuple[StageTime, ...]
     digests: tuple[Digest, ...] = ()
+    read_crcs: Mapping[str, tuple[CrcRange, ...]] = dataclasses.field(default_factory=dict)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dist_consolidate.checkpoint.census import SALVAGE_HINT
 from dist_consolidate.checkpoint.layout import find_tag
 from dist_consolidate.checkpoint.model import Checkpoint
 from dist_consolidate.checkpoint.reader import read_checkpoint
@@ -51,7 +52,7 @@ def refusal(root: Path, kind: type[CheckpointError] = CheckpointError) -> str:
 
 def items(message: str) -> list[str]:
     """The problems in a message, without its headline."""
-    lines = message.splitlines()
+    lines = message.removesuffix(f"\n{SALVAGE_HINT}").splitlines()
     assert all(line.startswith("  - ") for line in lines[1:])
     return [line.removeprefix("  - ") for line in lines[1:]]
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_consolidate.crc_pieces import combine_crc32
 from dist_consolidate.dtypes import UINT8
 from dist_consolidate.errors import ConsolidateError
-from dist_consolidate.output.crc import CrcLedger, CrcPiece, combine_crc32
+from dist_consolidate.output.crc import CrcLedger, CrcPiece
 from dist_consolidate.plan.outputs import StoredTensor
 
 

@@ -44,6 +44,8 @@ def test_defaults():
         "tensor_parallel": None,
         "hf_config": None,
         "allow_16bit": False,
+        "check_crc": "auto",
+        "salvage": False,
         "transport": "auto",
         "writers": None,
         "output_node": None,
@@ -249,6 +251,8 @@ pipeline-names = "layer"
 tp_rules = "rules.toml"
 hf_config = "model"
 allow_16bit = true
+check_crc = "always"
+salvage = true
 transport = "direct"
 writers = 2
 output_node = "node-b"
@@ -281,7 +285,8 @@ dry_run = true
     assert options.tie_pairs == (("head", "emb"), ("a", "b"))
     assert options.allow_missing == ("x.*",)
     assert (options.exclude_frozen, options.overwrite, options.dry_run) == (True, True, True)
-    assert options.trust_masters and options.allow_16bit
+    assert options.trust_masters and options.allow_16bit and options.salvage
+    assert options.check_crc == "always"
     assert (options.tp_rules, options.hf_config) == (
         str(tmp_path / "rules.toml"),
         str(tmp_path / "model"),
