@@ -16,6 +16,7 @@ from dist_consolidate.checkpoint.expert_fused import odd_placement
 from dist_consolidate.checkpoint.unpickle import Inert
 
 _SIZE = re.compile(r"ep_size_(\d+)")
+_RELEASE = re.compile(r"(\d+)\.(\d+)\.")
 Slices = dict[str, tuple[int, int]]
 
 
@@ -65,7 +66,7 @@ def facts_of_optim(tree: Mapping[str, Any], state: Mapping[str, Any]) -> ExpertF
         else None,
         data_first=_data_first(tree.get("ds_config")),
         slices=_slices(state.get("param_slice_mappings")),
-        round_robin=_round_robin(tree.get("ds_config")),
+        round_robin=_round_robin(tree),
     )
 
 
@@ -119,9 +120,15 @@ def _data_first(config: Any) -> bool | None:  # noqa: ANN401 - a dict, or where 
     return config.get("use_data_before_expert_parallelism") is True
 
 
-def _round_robin(config: Any) -> bool:  # noqa: ANN401 - a dict, or where it was read from
+def _round_robin(tree: Mapping[str, Any]) -> bool:
+    """Tell whether parameters were dealt out in turn; stage 1 ignored the option before 0.13."""
+    config = tree.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True
+    if not isinstance(zero, Mapping) or zero.get("round_robin_gradients") is not True:
+        return False
+    release = _RELEASE.match(str(tree.get("ds_version")))
+    is_old = release is not None and (int(release[1]), int(release[2])) < (0, 13)
+    return not (is_old and zero.get("stage") == 1)
 
 
 def _slices(value: Any) -> tuple[Slices, ...] | None:  # noqa: ANN401 - as pickled

@@ -134,11 +134,7 @@ class Comparison:
             seen = is_seen(self._folder, span.file)
             if name in held or not (matrix and span.dtype.is_floating and seen):
                 continue
-            num_numel = min(END_NUMEL, span.num_numel // 2)
-            source = own_source(span)
-            first = _piece(source, 0, num_numel)
-            last = _piece(source, span.num_numel - num_numel, num_numel)
-            if self._copies.of(first, span.dtype) != self._copies.of(last, span.dtype):
+            if is_telling(self._copies, own_source(span)):
                 yield name, entry
 
     def same(self, layouts: Sequence[Layout], names: Sequence[str]) -> bool:
@@ -170,7 +166,7 @@ class Comparison:
     def _equal(self, source: Source, entry: ModuleEntry, prints: Fingerprints, whole: bool) -> bool:
         dtype = entry.span.dtype
         copy = own_source(entry.span)
-        pairs = [(source, copy)] if whole else zip(_ends(source), _ends(copy), strict=True)
+        pairs = [(source, copy)] if whole else zip(ends(source), ends(copy), strict=True)
         return all(prints.of(one, dtype) == self._copies.of(other, dtype) for one, other in pairs)
 
     def _loses(self, entry: ModuleEntry, source: Source, prints: Fingerprints) -> bool:
@@ -186,8 +182,31 @@ class Comparison:
         return all(self._seen[file] for file in files)
 
 
-def _ends(source: Source) -> list[Source]:
-    """Give the first and last elements of a tensor as tensors of their own."""
+def is_telling(prints: Fingerprints, source: Source) -> bool:
+    """Tell whether a tensor's first and last elements differ; those of a constant say nothing.
+
+    Args:
+        prints: Reads them.
+        source: A slot, or a contiguous span, of at least two elements.
+
+    Returns:
+        Whether they do.
+    """
+    num_numel = min(END_NUMEL, source.num_numel // 2)
+    first = _piece(source, 0, num_numel)
+    last = _piece(source, source.num_numel - num_numel, num_numel)
+    return prints.of(first, source.dtype) != prints.of(last, source.dtype)
+
+
+def ends(source: Source) -> list[Source]:
+    """Give the first and last elements of a tensor as tensors of their own.
+
+    Args:
+        source: A slot, or a contiguous span.
+
+    Returns:
+        Both, or the tensor itself if they are all there is.
+    """
     total = source.num_numel
     if total <= 2 * END_NUMEL:
         return [source]
