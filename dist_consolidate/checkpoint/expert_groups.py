@@ -23,6 +23,7 @@ from dist_consolidate.checkpoint.expert_values import END_NUMEL, Comparison, Lay
 from dist_consolidate.checkpoint.experts import ExpertName, Experts, parse
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
+from dist_consolidate.checkpoint.value_cuts import Partial
 from dist_consolidate.checkpoint.zero12 import check_size, flat_group, holder_of_shapes, slots
 from dist_consolidate.errors import Problems
 from dist_consolidate.units import counted
@@ -212,7 +213,7 @@ class _Builder:
         first, world = self.optims[0], len(self.optims)
         if expert_shapes.has_shapes(self.model, first):
             return shapes
-        groups: dict[int, expert_cuts.Partial] = {}
+        groups: dict[int, Partial] = {}
         for index, (group, size) in enumerate(zip(shapes, self.kinds, strict=False)):
             if size < 2:
                 continue
@@ -226,7 +227,7 @@ class _Builder:
             # The slices show no round robin, and what was dealt out is not known yet.
             is_dealt = first.experts.round_robin and size < world
             prefix = {} if is_dealt else dict(group)
-            part = expert_cuts.Partial(
+            part = Partial(
                 f"param group {index}", prefix, frozenset(group) - set(prefix), tuple(flats)
             )
             if sum(map(math.prod, group.values())) < part.num_numel:
