@@ -158,6 +158,13 @@ def _kinds(model: ModelState, optims: Sequence[OptimState], problems: Problems) 
                 f"{path}: param group {index} is shared out over {count} of {world} ranks, which "
                 "is no whole number of expert-parallel ranks"
             )
+        elif is_expert and said and said > 1 and count == world:
+            problems.add(
+                f"{path}: param group {index} is named ep_size_{said}, but all {world} ranks share "
+                "it, as if they held the same experts. BF16_Optimizer of releases before 0.14.1 "
+                "trains experts so, which mixes those of different ranks; this version does not "
+                "read such files"
+            )
         elif is_expert and said and said * count != world:
             problems.add(
                 f"{path}: param group {index} is named ep_size_{said}, but {count} of {world} "
