@@ -22,7 +22,7 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.utils import groups
+from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import Tensor, nn
 
 WIDTH, STEPS = 12, 3
@@ -186,7 +186,8 @@ def live_truth(engine: Any, stage: int) -> dict[str, Any]:
     values = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     masters, names = masters_of(engine, stage), {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        values[name] = masters.get(id(param), values[name]).float()
+        # Under ZeRO-3 the state dict lacks the experts.
+        values[name] = masters.get(id(param), values.get(name)).float()
         names.setdefault(id(param), []).append(global_name(name, starts))
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     for name in [name for name in values if FUSED.fullmatch(name)]:
@@ -212,6 +213,8 @@ def masters_of(engine: Any, stage: int) -> dict[int, Tensor]:
             strict=True,
         )  # fmt: skip
         return {id(p): m.detach() for ps, ms in pairs for p, m in zip(ps, ms, strict=True)}
+    if stage == 3:
+        return {id(p): full_master(p) for p in engine.module.parameters()}
     found = {}
     shuffled = getattr(optimizer, "round_robin_bit16_groups", None)
     for index, part in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -223,6 +226,15 @@ def masters_of(engine: Any, stage: int) -> dict[int, Tensor]:
             found[id(param)] = flat[offset : offset + param.numel()].view(param.shape)
             offset += param.numel()
     return found
+
+
+def full_master(param: Any) -> Tensor:
+    """One parameter's fp32 master under ZeRO-3; rounded, it must be the parameter."""
+    master = safe_get_full_fp32_param(param).detach().clone()
+    with deepspeed.zero.GatheredParameters([param]):
+        if not torch.equal(master.to(param.dtype), param.detach()):
+            raise RuntimeError(f"the master of shape {tuple(param.shape)} is another parameter's")
+    return master
 
 
 def train(engine: Any, dtype: str) -> None:

@@ -19,6 +19,8 @@ from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.model import Block, Checkpoint, ModuleKey, Source
 
 _FUSED = re.compile(r"(|.*\.)experts\.w[123]")
+# `checkpoint_format` of experts that lie in ZeRO-3 shards.
+IN_SHARDS = "zero3_partitioned"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -78,7 +80,7 @@ def odd_placement(layers: Any) -> str | None:  # noqa: ANN401 - as pickled
     for layer in layers if isinstance(layers, list) else [layers]:
         if not isinstance(layer, Mapping):
             return f"ds_autoep_layers holds a {type(layer).__name__}"
-        if layer.get("checkpoint_format") not in (None, "per_expert_files"):
+        if layer.get("checkpoint_format") not in (None, "per_expert_files", IN_SHARDS):
             return f"its experts are saved as {layer['checkpoint_format']}"
         placement = layer.get("expert_placement")
         if placement is None:  # before 0.19.8 there is one placement only

@@ -12,12 +12,29 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dist_consolidate.checkpoint.expert_fused import odd_placement
+from dist_consolidate.checkpoint.expert_fused import IN_SHARDS, odd_placement
 from dist_consolidate.checkpoint.unpickle import Inert
 
 _SIZE = re.compile(r"ep_size_(\d+)")
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.")
 Slices = dict[str, tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertShard:
+    """Which experts of a layer one rank holds (AutoEP under ZeRO-3).
+
+    Attributes:
+        prefix: Name of the layer's experts, without the fused tensors' own.
+        num_experts: Experts of the layer.
+        start: The first expert that the rank holds.
+        stop: Behind the last one.
+    """
+
+    prefix: str
+    num_experts: int
+    start: int
+    stop: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +51,8 @@ class ExpertFacts:
             and number of elements.
         round_robin: Whether parameters were dealt out to the ranks in turn, as the configuration
             says; the slices do not show it.
+        shards: The experts that this rank holds in its ZeRO-3 shards.
+        zero_groups: For each sub-group of ZeRO-3 the ranks that share it out.
     """
 
     sizes: tuple[int | None, ...] | None = None
@@ -42,6 +61,8 @@ class ExpertFacts:
     data_first: bool | None = None
     slices: tuple[Slices, ...] | None = None
     round_robin: bool = False
+    shards: tuple[ExpertShard, ...] = ()
+    zero_groups: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def has_groups(self) -> bool:
@@ -61,9 +82,7 @@ def facts_of_optim(tree: Mapping[str, Any], state: Mapping[str, Any]) -> ExpertF
     """
     return ExpertFacts(
         sizes=group_sizes(state.get("base_optimizer_state")),
-        odd_auto="its experts are partitioned over replicas (ds_zero_partition_groups)"
-        if "ds_zero_partition_groups" in state
-        else None,
+        zero_groups=_zero_groups(state.get("ds_zero_partition_groups")),
         data_first=_data_first(tree.get("ds_config")),
         slices=_slices(state.get("param_slice_mappings")),
         round_robin=_round_robin(tree),
@@ -89,7 +108,37 @@ def facts_of_model(tree: Mapping[str, Any]) -> ExpertFacts:
         num_experts=tuple(counts) if good and counts else None,
         odd_auto=odd_placement(layers) if layers else None,
         data_first=_data_first(tree.get("ds_config")),
+        shards=_shards(layers) if layers else (),
     )
+
+
+def _shards(layers: Any) -> tuple[ExpertShard, ...]:  # noqa: ANN401 - as pickled
+    """Read which experts lie in this rank's ZeRO-3 shards."""
+    found = []
+    for layer in layers if isinstance(layers, list) else ():
+        if not isinstance(layer, Mapping) or layer.get("checkpoint_format") != IN_SHARDS:
+            continue
+        prefix = layer.get("expert_key_prefix")
+        fields = ("num_experts", "global_expert_start", "global_expert_end")
+        numbers = [layer.get(field) for field in fields]
+        total, start, stop = (n if type(n) is int else -1 for n in numbers)
+        if isinstance(prefix, str) and 0 <= start < stop <= total:
+            found.append(ExpertShard(prefix, total, start, stop))
+    return tuple(found)
+
+
+def _zero_groups(value: Any) -> tuple[tuple[int, ...], ...] | None:  # noqa: ANN401 - as pickled
+    """Read the ranks that share out each sub-group; ``None`` if that is not understood."""
+    if not isinstance(value, list):
+        return None
+    groups = []
+    for index, group in enumerate(value):
+        ranks = group.get("partition_ranks") if isinstance(group, Mapping) else None
+        is_good = isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+        if not is_good or not ranks or group.get("sub_group") != index:
+            return None
+        groups.append(tuple(ranks))
+    return tuple(groups)
 
 
 def group_sizes(optimizer: Any) -> tuple[int | None, ...] | None:  # noqa: ANN401 - as pickled

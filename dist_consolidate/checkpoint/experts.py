@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dist_consolidate.checkpoint.expert_fused import is_fused
+from dist_consolidate.checkpoint.expert_fused import IN_SHARDS, is_fused
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, missing_numbers
 from dist_consolidate.checkpoint.parallel import Grid
 from dist_consolidate.checkpoint.states import (
@@ -156,13 +156,17 @@ def refuse_kinds(
     odd = next((fact.odd_auto for fact in facts if fact.odd_auto), None)
     if odd:
         raise UnsupportedLayoutError(
-            f"{folder.path}: is an AutoEP checkpoint, and {odd}; this version reads AutoEP under "
-            "stages 0 to 2, where every rank holds the next so many experts"
+            f"{folder.path}: is an AutoEP checkpoint, and {odd}; this version reads AutoEP where "
+            "every rank holds the next so many experts"
         )
-    if any(optim.striped for optim in optims):
+    striped = [optim for optim in optims if optim.striped]
+    known = [optim for optim in striped if optim.experts.zero_groups is not None]
+    if bool(model.experts.shards) != bool(striped) or len(known) < len(striped):
         raise UnsupportedLayoutError(
-            f"{folder.path}: has experts (MoE) under ZeRO-3, which DeepSpeed itself does not "
-            "support; this version reads experts under stages 0 to 2"
+            f"{folder.path}: has experts under ZeRO-3, but does not record which ranks hold which "
+            "(ds_zero_partition_groups in the optimizer states, and layers of the format "
+            f"{IN_SHARDS} in ds_autoep_layers of the model states), as DeepSpeed does for AutoEP; "
+            "other experts (MoE) it does not support under ZeRO-3"
         )
     if grid.size > 1:
         raise UnsupportedLayoutError(

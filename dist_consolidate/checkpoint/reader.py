@@ -175,7 +175,7 @@ def _only_part(folder: TagFolder, parts: Sequence[_Part]) -> _Part:
     kind = "is a model- or expert-parallel checkpoint"
     if part.optims and part.optims[0].rounds:
         kind = "was written by the stage-1 optimizer of before DeepSpeed 0.4"
-    elif len(parts) == 1 and part.experts is None:
+    elif len(parts) == 1 and part.experts is None and not part.model.experts.shards:
         return part
     raise UnsupportedLayoutError(
         f"{folder.path}: {kind}, whose optimizer states this version does not read; consolidate "
@@ -237,10 +237,18 @@ def _experts(
     problems: Problems,
 ) -> Experts | None:
     """Put the experts of one model-parallel index together, if the model has any."""
-    optims = [f for f in findings.values() if isinstance(f, OptimState) and f.experts.has_groups]
+    optims = [f for f in findings.values() if isinstance(f, OptimState)]
+    marked = any(f.experts.has_groups or f.experts.zero_groups is not None for f in optims)
     shards = folder.of("expert")
-    if not (shards or optims or model.experts.num_experts or model.experts.odd_auto):
+    if not (shards or marked or model.experts.num_experts or model.experts.odd_auto):
         return None
     refuse_kinds(folder, model, optims, grid)
+    if model.experts.shards:
+        for shard in shards:
+            problems.add(
+                f"{folder.file(shard.name)}: is surplus: the experts lie in the ZeRO-3 shards; "
+                "move away what another save left there"
+            )
+        return None
     found = [findings[Job("tensors", shard)] for shard in shards]
     return gather(folder, model, [f for f in found if isinstance(f, TensorsState)], problems)
