@@ -17,6 +17,13 @@ from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 
 EXPERTS = sorted(name for name in CASES if "moe" in name)
 BASE = "moe_z2_bf16_w2"
+SHARDED = {
+    "checkpoint_format": "zero3_partitioned",
+    "expert_key_prefix": "block.experts",
+    "num_experts": 4,
+    "global_expert_start": 0,
+    "global_expert_end": 2,
+}
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
@@ -202,6 +209,10 @@ def test_slices_in_a_wrong_order_are_refused(ckpt: Path) -> None:
                 ckpt, ds_autoep_layers=[{"checkpoint_format": "zero3_partitioned"}]
             ),
             "its experts are saved as zero3_partitioned",
+        ),
+        (
+            lambda ckpt: edit_model(ckpt, ds_autoep_layers=[SHARDED]),
+            "there are no optimizer states of ZeRO-3",
         ),
         (
             lambda ckpt: edit_model(

@@ -104,16 +104,19 @@ def facts_of_model(tree: Mapping[str, Any]) -> ExpertFacts:
     good = isinstance(counts, list | tuple) and all(
         type(count) is int and count > 0 for count in counts
     )
+    shards, odd = _shards(layers), odd_placement(layers) if layers else None
+    if shards is None and odd is None:
+        odd = f"its experts are saved as {IN_SHARDS}, without a word on which each rank holds"
     return ExpertFacts(
         num_experts=tuple(counts) if good and counts else None,
-        odd_auto=odd_placement(layers) if layers else None,
+        odd_auto=odd,
         data_first=_data_first(tree.get("ds_config")),
-        shards=_shards(layers) if layers else (),
+        shards=shards or (),
     )
 
 
-def _shards(layers: Any) -> tuple[ExpertShard, ...]:  # noqa: ANN401 - as pickled
-    """Read which experts lie in this rank's ZeRO-3 shards."""
+def _shards(layers: Any) -> tuple[ExpertShard, ...] | None:  # noqa: ANN401 - as pickled
+    """Read which experts lie in this rank's ZeRO-3 shards; ``None`` if that is not understood."""
     found = []
     for layer in layers if isinstance(layers, list) else ():
         if not isinstance(layer, Mapping) or layer.get("checkpoint_format") != IN_SHARDS:
@@ -122,8 +125,9 @@ def _shards(layers: Any) -> tuple[ExpertShard, ...]:  # noqa: ANN401 - as pickle
         fields = ("num_experts", "global_expert_start", "global_expert_end")
         numbers = [layer.get(field) for field in fields]
         total, start, stop = (n if type(n) is int else -1 for n in numbers)
-        if isinstance(prefix, str) and 0 <= start < stop <= total:
-            found.append(ExpertShard(prefix, total, start, stop))
+        if not isinstance(prefix, str) or not 0 <= start < stop <= total:
+            return None
+        found.append(ExpertShard(prefix, total, start, stop))
     return tuple(found)
 
 

@@ -16,6 +16,8 @@ from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 
 # Elements at each end of a tensor that are compared.
 END_NUMEL = 512
+# Fewer elements than these may be equal by chance.
+MIN_TELLING = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,10 +97,10 @@ class Comparison:
         return [name for name in names if not self._is_seen(name, layout)]
 
     def alike(self, layout: Layout) -> dict[str, str]:
-        """Find matrices without an fp32 master, every element of which is another's, rounded.
+        """Find tensors without an fp32 master, every element of which is another's, rounded.
 
-        Those whose first and last elements are the same are left out (constants tell nothing), and
-        those that lose nothing by rounding, for which it makes no difference.
+        Small ones and constants are left out (see :func:`is_telling`), and those that lose nothing
+        by rounding, for which it makes no difference.
 
         Args:
             layout: Where the fp32 values lie.
@@ -130,9 +132,8 @@ class Comparison:
         held |= {*(self._model.shared_params or ())}
         for name, entry in (self._model.module or {}).items():
             span = entry.span
-            matrix = span.num_numel > 1 and len(span.shape) > 1 and span.is_contiguous
             seen = is_seen(self._folder, span.file)
-            if name in held or not (matrix and span.dtype.is_floating and seen):
+            if name in held or not (span.is_contiguous and span.dtype.is_floating and seen):
                 continue
             if is_telling(self._copies, own_source(span)):
                 yield name, entry
@@ -183,15 +184,18 @@ class Comparison:
 
 
 def is_telling(prints: Fingerprints, source: Source) -> bool:
-    """Tell whether a tensor's first and last elements differ; those of a constant say nothing.
+    """Tell whether no two parameters have a tensor's values by chance.
 
     Args:
         prints: Reads them.
-        source: A slot, or a contiguous span, of at least two elements.
+        source: A slot, or a contiguous span.
 
     Returns:
-        Whether they do.
+        Whether there are more than a few, and the first and last of them differ: those of a
+        constant say nothing.
     """
+    if source.num_numel < MIN_TELLING:
+        return False
     num_numel = min(END_NUMEL, source.num_numel // 2)
     first = _piece(source, 0, num_numel)
     last = _piece(source, source.num_numel - num_numel, num_numel)

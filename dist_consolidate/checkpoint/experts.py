@@ -25,7 +25,7 @@ from dist_consolidate.checkpoint.states import (
     OptimState,
     TensorsState,
 )
-from dist_consolidate.errors import Problems, UnsupportedLayoutError, listed
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError, listed
 
 _NAME = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)", re.DOTALL)
 _FUSED = re.compile(r"\.?(|.*\.)experts\.(w[123])\.(\d+)", re.DOTALL)
@@ -150,7 +150,8 @@ def refuse_kinds(
         grid: Pipeline stages and tensor-parallel ranks.
 
     Raises:
-        UnsupportedLayoutError: For AutoEP of odd placements, ZeRO-3, and model parallelism.
+        CheckpointError: If the model states and the optimizer states are of different stages.
+        UnsupportedLayoutError: For odd placements, ZeRO-3 without a record, and model parallelism.
     """
     facts = [model.experts, *(optim.experts for optim in optims)]
     odd = next((fact.odd_auto for fact in facts if fact.odd_auto), None)
@@ -161,7 +162,13 @@ def refuse_kinds(
         )
     striped = [optim for optim in optims if optim.striped]
     known = [optim for optim in striped if optim.experts.zero_groups is not None]
-    if bool(model.experts.shards) != bool(striped) or len(known) < len(striped):
+    if model.experts.shards and not striped:
+        raise CheckpointError(
+            f"{folder.path / model.shard.name}: ds_autoep_layers says that its experts lie in "
+            "ZeRO-3 shards, but there are no optimizer states of ZeRO-3; files are of different "
+            "saves, or missing"
+        )
+    if striped and (not model.experts.shards or len(known) < len(striped)):
         raise UnsupportedLayoutError(
             f"{folder.path}: has experts under ZeRO-3, but does not record which ranks hold which "
             "(ds_zero_partition_groups in the optimizer states, and layers of the format "

@@ -276,13 +276,11 @@ class ValueCuts:
         return names
 
     def _is_tied(self, kind: _Kind, count: int) -> bool:
-        """Whether each expert has several of these names for one matrix (a tied weight)."""
+        """Whether each expert has several of these names for one parameter."""
         places = [parse(tensor.name) for tensor in kind.members]
         each = collections.Counter((p.layer, p.number) for p in places if p is not None)
         is_even = len(set(each.values())) == 1 and len(each) == count
-        copy = own_source(kind.first.copies[0].span)
-        is_matrix = len(kind.shape) > 1 and copy.num_numel > 1
-        return is_even and is_matrix and is_telling(self.prints, copy)
+        return is_even and is_telling(self.prints, own_source(kind.first.copies[0].span))
 
     def _exact(self, index: int, at: int, shape: tuple[int, ...]) -> tuple[bytes, ...]:
         flats = self.groups[index].flats
