@@ -2,10 +2,10 @@
 
 Run under torchrun: ``python -m torch.distributed.run ... -m tests.ds_experts OUT RUN...``, where a
 RUN is ``MODEL:STAGE:DTYPE[:OPTION...]``; options are ``before`` (data before expert parallelism),
-``elastic``, ``round`` (round robin gradients) and ``shuffle`` (odd ranks have the param groups of
-experts in another order, as Python's hashing of strings may bring about). Each leaves ``ckpt`` and
-``truth.pt`` in a folder named like the run, with ``-`` for ``:``. The truth is gathered from all
-ranks, under the experts' global numbers.
+``elastic``, ``round`` (round robin gradients), ``fused`` (flat masters at stage 0) and ``shuffle``
+(odd ranks have the param groups of experts in another order, as Python's hashing of strings may
+bring about). Each leaves ``ckpt`` and ``truth.pt`` in a folder named like the run, with ``-`` for
+``:``. The truth is gathered from all ranks, under the experts' global numbers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import Tensor, nn
 
 WIDTH, STEPS = 12, 3
+FUSED_ADAM = deepspeed.runtime.engine.FusedAdam
 FUSED = re.compile(r".*\.experts\.w[123]")
 LOCAL = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
@@ -207,6 +208,12 @@ def live_truth(engine: Any, stage: int) -> dict[str, Any]:
 def masters_of(engine: Any, stage: int) -> dict[int, Tensor]:
     """The fp32 masters of the live optimizer by parameter, put together over the ranks."""
     optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_flat"):  # a fused optimizer without ZeRO
+        found = {}
+        for params, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            pieces = flat.detach().split([param.numel() for param in params])
+            found |= {id(p): piece.view(p.shape) for p, piece in zip(params, pieces, strict=True)}
+        return found
     if not stage:
         pairs = zip(
             getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()),
@@ -274,6 +281,9 @@ def run(out: Path, text: str) -> None:
         param_groups(model)
     )
     wanted = [group for group in wanted if group["params"]]
+    # Without ZeRO, a fused Adam's masters are flat; on CPU no other Adam passes for it.
+    fused = torch.optim.AdamW if "fused" in options else FUSED_ADAM
+    vars(importlib.import_module("deepspeed.runtime.engine"))["FusedAdam"] = fused
     if "shuffle" in options and dist.get_rank() % 2:
         wanted.sort(key=lambda group: -int(group["name"][8:]) if group.get("moe") else -99)
     engine, *_ = deepspeed.initialize(

@@ -8,7 +8,7 @@ very many (tensors of nothing but zeros); what all of them have in common is com
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 # More offsets or steps than these, and the values say too little to go on.
 _MAX_OFFSETS = 1 << 17
@@ -70,14 +70,14 @@ class CutGraph:
                 places.setdefault(kind, []).append(at)
         return places
 
-    def fewest(self, kind: int) -> int:
-        """Count how often a kind is used at least, whichever way is taken."""
+    def fewest(self, kinds: Collection[int]) -> int:
+        """Count how often some kinds are used at least, all together, whichever way is taken."""
         if self._has_one_way:
-            return self._uses[kind]
+            return sum(self._uses[kind] for kind in kinds)
         counts: dict[int, int] = {}
         for at in sorted({*self.steps, *self.ends}, reverse=True):
             options = [0] if at in self.ends else []
-            options += [counts[to] + (k == kind) for k, to in self.steps.get(at, {}).items()]
+            options += [counts[to] + (k in kinds) for k, to in self.steps.get(at, {}).items()]
             counts[at] = min(options)
         return counts.get(self.start, 0)
 

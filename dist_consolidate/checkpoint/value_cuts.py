@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from dist_consolidate.checkpoint.cut_graph import CutGraph, choose
 from dist_consolidate.checkpoint.expert_values import ends, is_telling
@@ -102,6 +102,11 @@ def may_be_master(span: TensorSpan) -> bool:
     return span.num_numel > 0 and span.dtype.is_floating and span.is_contiguous
 
 
+def _known(homes: Collection[int | None]) -> list[int | None]:
+    """Put what is known first: it has to find its place before anything else takes it."""
+    return sorted(homes, key=lambda home: (home is None, home))
+
+
 def _one_of_each(kind: _Kind) -> list[Tensor]:
     """Put a kind's tensors in order: the first name of every expert before any second one."""
     seen: collections.Counter[object] = collections.Counter()
@@ -144,7 +149,14 @@ class ValueCuts:
         self.told, self.needs_names = told, needs_names
         self.index_of = {id(flat): index for index, flat in enumerate(flats)}
         self.looks_of: dict[str, list[_Look]] = {}
-        self.kinds = [_Kind(tuple(members)) for members in self._alike(tensors)]
+        self.kinds: list[_Kind] = []
+        # Kinds of the same values, which differ in the group that they may lie in only.
+        self.alike: list[list[int]] = []
+        for members in self._alike(tensors):
+            homes = {t.home for t in members}
+            split = [_Kind(tuple(t for t in members if t.home == home)) for home in _known(homes)]
+            self.alike.append(list(range(len(self.kinds), len(self.kinds) + len(split))))
+            self.kinds += split
         # By shape and element type, and then by what the first rank's copy looks like.
         self.by_look: dict[tuple[tuple[int, ...], DType], dict[_Look, list[int]]] = {}
         for number, kind in enumerate(self.kinds):
@@ -260,27 +272,31 @@ class ValueCuts:
 
     def _doubtful(self, graphs: Mapping[int, CutGraph]) -> list[str]:
         """Name the tensors whose bits depend on which cut is the right one."""
-        places: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        places: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
         for index, graph in graphs.items():
             for number, offsets in graph.places().items():
-                places[number] += [(index, at) for at in offsets]
+                places[number].update((index, at) for at in offsets)
         names = []
-        for number, where in places.items():
-            kind = self.kinds[number]
+        for numbers in self.alike:
+            where = set().union(*(places[number] for number in numbers))
+            if not where:
+                continue
+            kind = self.kinds[numbers[0]]
+            members = [tensor for number in numbers for tensor in self.kinds[number].members]
             exact = {self._exact(index, at, kind.shape) for index, at in where}
-            fewest = sum(graph.fewest(number) for graph in graphs.values())
+            fewest = sum(graph.fewest(numbers) for graph in graphs.values())
             # Without a master the copy's own values would be taken.
-            has_all = fewest >= len(kind.members) or exact == {self._own(kind)}
-            if len(exact) > 1 or not (has_all or self._is_tied(kind, fewest)):
-                names += [tensor.name for tensor in kind.members]
+            has_all = fewest >= len(members) or exact == {self._own(kind)}
+            if len(exact) > 1 or not (has_all or self._is_tied(members, fewest)):
+                names += [tensor.name for tensor in members]
         return names
 
-    def _is_tied(self, kind: _Kind, count: int) -> bool:
+    def _is_tied(self, members: Sequence[Tensor], count: int) -> bool:
         """Whether each expert has several of these names for one parameter."""
-        places = [parse(tensor.name) for tensor in kind.members]
+        places = [parse(tensor.name) for tensor in members]
         each = collections.Counter((p.layer, p.number) for p in places if p is not None)
         is_even = len(set(each.values())) == 1 and len(each) == count
-        return is_even and is_telling(self.prints, own_source(kind.first.copies[0].span))
+        return is_even and is_telling(self.prints, own_source(members[0].copies[0].span))
 
     def _exact(self, index: int, at: int, shape: tuple[int, ...]) -> tuple[bytes, ...]:
         flats = self.groups[index].flats
@@ -301,7 +317,7 @@ class ValueCuts:
             sources = [own_source(copy.span) for copy in tensor.copies]
             dtype = tensor.copies[0].span.dtype
             self.looks_of[tensor.name] = [self._look(source, dtype) for source in sources]
-            look = (tensor.home, sources[0].shape, dtype.name, *self.looks_of[tensor.name])
+            look = (sources[0].shape, dtype.name, *self.looks_of[tensor.name])
             looks[look].append(tensor)
         for alike in looks.values():
             if len(alike) == 1:
