@@ -36,7 +36,7 @@ TWO_RANKS = [
     "tied:0:bf16",
     "ep2:0:bf16:fused",
     "residual:0:bf16:fused",
-    "tied:0:fp16:fused",
+    "tied:0:bf16:fused",
     "frozen:0:bf16:fused",
 ]
 FOUR_RANKS = [
@@ -51,7 +51,7 @@ FOUR_RANKS = [
     "mixed:0:bf16",
     "ep2:0:bf16:before",
     "mixed:0:bf16:fused",
-    "ep2:0:fp16:before:fused",
+    "ep2:0:bf16:before:fused",
 ]
 NAMES = [f"w2-{run}" for run in TWO_RANKS] + [f"w4-{run}" for run in FOUR_RANKS]
 TIED = [name for name in NAMES if "tied" in name or "residual" in name]
