@@ -17,9 +17,13 @@ from tests.real_experts import TrainedExperts, train_experts
 pytestmark = [pytest.mark.deepspeed, pytest.mark.dist, pytest.mark.slow]
 
 TWO_RANKS = ["auto1:1:fp32", "auto2:2:bf16", "auto2:0:fp32", "auto1:3:bf16", "auto2:3:fp32"]
+TWO_RANKS += ["auto2:2:bf16:tp", "auto2:0:fp32:tp"]
 FOUR_RANKS = ["auto2:1:bf16", "auto2:2:bf16:before", "auto4:2:fp32"]
 FOUR_RANKS += ["auto2:3:bf16", "auto2:3:fp32:before", "auto4:3:bf16"]
+FOUR_RANKS += ["auto2:1:bf16:tp", "auto4:2:fp32:tp"]
 NAMES = [f"w2-{run}" for run in TWO_RANKS] + [f"w4-{run}" for run in FOUR_RANKS]
+# Without ZeRO, experts beside tensor ranks are refused.
+NAMES.remove("w2-auto2:0:fp32:tp")
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +136,38 @@ def test_zero3_experts_without_a_record_of_who_shares_them(
     pattern = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     ckpt = _edited(two_ranks["auto2:3:fp32"], tmp_path / "ckpt", pattern, edit)
     assert "does not record which ranks hold which" in _refusal(ckpt, tmp_path / "out")
+
+
+def test_a_rank_that_stands_elsewhere_beside_tensor_ranks(
+    four_ranks: dict[str, TrainedExperts], tmp_path: Path
+) -> None:
+    def edit(state: dict[str, Any]) -> None:
+        state["folding"]["ep_rank"] = 0
+
+    pattern = "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"
+    ckpt = _edited(four_ranks["auto2:1:bf16:tp"], tmp_path / "ckpt", pattern, edit)
+    message = _refusal(ckpt, tmp_path / "out")
+    assert f"{pattern}: its folding says tensor rank 1 of 2 and expert-parallel rank 0 of 2" in (
+        message
+    )
+    assert "expected tensor rank 1 of 2 and expert-parallel rank 1" in message
+
+
+def test_a_missing_expert_beside_tensor_ranks(
+    four_ranks: dict[str, TrainedExperts], tmp_path: Path
+) -> None:
+    trained = four_ranks["auto2:1:bf16:tp"]
+    shutil.copytree(trained.ckpt, tmp_path / "ckpt")
+    (path,) = (tmp_path / "ckpt").rglob("layer_1_expert_3_mp_rank_01_model_states.pt")
+    path.unlink()
+    assert "is missing (expert 3 of 4 of MoE layer 1)" in _refusal(
+        tmp_path / "ckpt", tmp_path / "out"
+    )
+
+
+def test_experts_beside_tensor_ranks_without_zero(
+    two_ranks: dict[str, TrainedExperts], tmp_path: Path
+) -> None:
+    message = _refusal(two_ranks["auto2:0:fp32:tp"].ckpt, tmp_path / "out")
+    assert "has experts beside 2 tensor-parallel ranks" in message
+    assert "was trained without ZeRO" in message

@@ -38,6 +38,30 @@ class ExpertShard:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Folding:
+    """Where one rank stands, if experts are spread over tensor ranks, too (AutoEP and AutoTP).
+
+    Attributes:
+        tp_size: Tensor-parallel ranks.
+        tp_rank: Which of them it is.
+        ep_size: Expert-parallel ranks.
+        ep_rank: Which of them it is.
+    """
+
+    tp_size: int
+    tp_rank: int
+    ep_size: int
+    ep_rank: int
+
+    def __str__(self) -> str:
+        """Say it in a message."""
+        return (
+            f"tensor rank {self.tp_rank} of {self.tp_size} and expert-parallel rank {self.ep_rank} "
+            f"of {self.ep_size}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ExpertFacts:
     """What one file says about experts; ``None`` where it says nothing.
 
@@ -53,6 +77,7 @@ class ExpertFacts:
             says; the slices do not show it.
         shards: The experts that this rank holds in its ZeRO-3 shards.
         zero_groups: For each sub-group of ZeRO-3 the ranks that share it out.
+        folding: Where this rank stands beside tensor parallelism.
     """
 
     sizes: tuple[int | None, ...] | None = None
@@ -63,6 +88,7 @@ class ExpertFacts:
     round_robin: bool = False
     shards: tuple[ExpertShard, ...] = ()
     zero_groups: tuple[tuple[int, ...], ...] | None = None
+    folding: Folding | None = None
 
     @property
     def has_groups(self) -> bool:
@@ -83,6 +109,7 @@ def facts_of_optim(tree: Mapping[str, Any], state: Mapping[str, Any]) -> ExpertF
     return ExpertFacts(
         sizes=group_sizes(state.get("base_optimizer_state")),
         zero_groups=_zero_groups(state.get("ds_zero_partition_groups")),
+        folding=_folding(tree.get("folding")),
         data_first=_data_first(tree.get("ds_config")),
         slices=_slices(state.get("param_slice_mappings")),
         round_robin=_round_robin(tree),
@@ -112,6 +139,7 @@ def facts_of_model(tree: Mapping[str, Any]) -> ExpertFacts:
         odd_auto=odd,
         data_first=_data_first(tree.get("ds_config")),
         shards=shards or (),
+        folding=_folding(tree.get("folding")),
     )
 
 
@@ -129,6 +157,15 @@ def _shards(layers: Any) -> tuple[ExpertShard, ...] | None:  # noqa: ANN401 - as
             return None
         found.append(ExpertShard(prefix, total, start, stop))
     return tuple(found)
+
+
+def _folding(value: Any) -> Folding | None:  # noqa: ANN401 - as pickled
+    fields = ("tp_size", "tp_rank", "ep_size", "ep_rank")
+    numbers = [value.get(field) for field in fields] if isinstance(value, Mapping) else []
+    known = [number for number in numbers if type(number) is int]
+    # Without tensor parallelism it says nothing new.
+    good = len(known) == len(fields) and known[0] > 1 and known[2] > 0
+    return Folding(*known) if good else None
 
 
 def _zero_groups(value: Any) -> tuple[tuple[int, ...], ...] | None:  # noqa: ANN401 - as pickled

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dist_consolidate.checkpoint import zero3
-from dist_consolidate.checkpoint.expert_fused import is_fused
+from dist_consolidate.checkpoint.expert_fused import is_fused, router_aliases
 from dist_consolidate.checkpoint.expert_states import ExpertShard
 from dist_consolidate.checkpoint.model import Block, Checkpoint, FlatGroup, ModuleKey, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
@@ -24,8 +24,6 @@ from dist_consolidate.checkpoint.zero12 import shapes_by_group
 from dist_consolidate.errors import Problems, listed
 from dist_consolidate.units import counted
 
-# Parts of an AutoEP layer that are never another name of its router.
-_OTHERS = frozenset({"experts", "shared_experts"})
 Ranks = tuple[int, ...]
 
 
@@ -202,8 +200,10 @@ def with_keys(checkpoint: Checkpoint, shards: Sequence[ExpertShard]) -> Checkpoi
         if is_fused(name) and name not in checkpoint.module
     }
     ties = dict(checkpoint.recorded_ties)
+    data = {*checkpoint.partitions, *checkpoint.frozen}
     for shard in shards:
-        ties |= _router_ties(checkpoint, shard.prefix.removesuffix("experts"))
+        known = router_aliases(checkpoint.module, shard.prefix.removesuffix("experts"))
+        ties |= {a: name for a, name in known.items() if name in data and a not in data}
     added = len(ties) - len(checkpoint.recorded_ties)
     notes = checkpoint.notes
     if added:
@@ -213,26 +213,3 @@ def with_keys(checkpoint: Checkpoint, shards: Sequence[ExpertShard]) -> Checkpoi
         )
     module = {**checkpoint.module, **missing}
     return dataclasses.replace(checkpoint, module=module, recorded_ties=ties, notes=notes)
-
-
-def _router_ties(checkpoint: Checkpoint, layer: str) -> dict[str, str]:
-    """Tell which keys of an AutoEP layer are its router's.
-
-    The layer is a class of DeepSpeed's own, which registers the router a second time under the name
-    that the model gave it; nothing else of it has the router's keys.
-
-    Source: DeepSpeed's ``module_inject/auto_ep_layer.py`` (``alias_target``).
-    """
-    children: dict[str, dict[str, str]] = {}
-    for name in checkpoint.module:
-        if name.startswith(layer):
-            child, _, rest = name.removeprefix(layer).partition(".")
-            children.setdefault(child, {})[rest] = name
-    router = children.pop("router", {})
-    data = {*checkpoint.partitions, *checkpoint.frozen}
-    ties: dict[str, str] = {}
-    for child, names in children.items():
-        is_other = child in _OTHERS or names.keys() != router.keys() or data & set(names.values())
-        if not is_other:
-            ties |= {names[rest]: router[rest] for rest in names if router[rest] in data}
-    return ties

@@ -29,6 +29,8 @@ from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayout
 
 _NAME = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)", re.DOTALL)
 _FUSED = re.compile(r"\.?(|.*\.)experts\.(w[123])\.(\d+)", re.DOTALL)
+# What stands beside an expert's tensors where there are tensor ranks, too.
+_FOLDING = "folding"
 _T = TypeVar("_T")
 
 
@@ -282,6 +284,8 @@ class _Contents:
         if not state.entries and not state.odd_entries:
             self.problems.add(f"{path}: holds nothing, expected the tensors of expert {own}")
         for text in (*state.entries, *state.odd_entries):
+            if text == _FOLDING and text in state.odd_entries:
+                continue
             name = parse(text)
             if name is None or name.number != own:
                 whose = "no expert" if name is None else f"expert {name.number}"

@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_consolidate.checkpoint import census, pipeline, same_run, universal, witness, writers
+from dist_consolidate.checkpoint import (
+    census,
+    expert_folding,
+    pipeline,
+    same_run,
+    universal,
+    witness,
+    writers,
+)
 from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.experts import Experts, gather, refuse_kinds, with_experts
 from dist_consolidate.checkpoint.jobs import Finding, Job, Runner, run_here
@@ -88,6 +96,9 @@ def read_checkpoint(
         claims = (*request.claims, *(primary.shared_params or {}).items())
         found = _assembled(parts, run, dataclasses.replace(request, claims=claims))
         checkpoint = _tensor_merged(folder, parts, found, request)
+        if expert_folding.is_folded(primary, grid):
+            experts = _folded_experts(folder, primary, findings, grid, run, request)
+            checkpoint = expert_folding.join(checkpoint, experts)
     checkpoint = dataclasses.replace(
         checkpoint,
         notes=(*folder.notes, *notes, *told, *checkpoint.notes),
@@ -225,8 +236,37 @@ def _part(
     ordered = (
         census.order_by_rank(mine, states, problems, damaged, model.dp_world_size) if states else []
     )
+    if expert_folding.is_folded(model, grid):
+        ordered = [expert_folding.dense_optim(model, optim) for optim in ordered]
+        expert_folding.refuse_kinds(folder, model, ordered, grid)
+        return _Part(mine, expert_folding.dense_model(model), ordered, None)
     experts = _experts(mine, model, findings, grid, problems)
     return _Part(mine, model if experts is None else with_experts(model, experts), ordered, experts)
+
+
+def _folded_experts(
+    folder: TagFolder,
+    model: ModelState,
+    findings: Mapping[Job, Finding],
+    grid: Grid,
+    run: Runner,
+    request: Request,
+) -> Checkpoint:
+    """Locate the experts of a model that has tensor ranks, too: they are spread over all ranks."""
+    problems = Problems()
+    shards = {shard: findings[Job("optim", shard)] for shard in folder.of("optim")}
+    optims = {
+        (shard.dp_rank or 0, shard.mp_rank): state
+        for shard, state in shards.items()
+        if isinstance(state, OptimState)
+    }
+    ordered = expert_folding.expert_optims(model, optims, grid, problems)
+    found = [findings[Job("tensors", shard)] for shard in folder.of("expert")]
+    states = [finding for finding in found if isinstance(finding, TensorsState)]
+    experts = gather(folder, model, states, problems)
+    problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
+    part = with_experts(expert_folding.expert_model(model), experts)
+    return Assembly(folder, part, ordered, run, request, experts).checkpoint()
 
 
 def _experts(
