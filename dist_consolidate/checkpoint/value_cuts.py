@@ -176,7 +176,7 @@ class ValueCuts:
                 graphs[index] = graph
         if len(graphs) < len(self.groups):
             return {}
-        labels = ", ".join(group.label for group in self.groups.values())
+        labels = listed([group.label for group in self.groups.values()], most=2)
         has_form = not self.needs_names and all(map(self._has_one_form, graphs.values()))
         doubtful = [] if has_form else self._doubtful(graphs)
         if doubtful:
