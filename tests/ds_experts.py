@@ -2,10 +2,11 @@
 
 Run under torchrun: ``python -m torch.distributed.run ... -m tests.ds_experts OUT RUN...``, where a
 RUN is ``MODEL:STAGE:DTYPE[:OPTION...]``; options are ``before`` (data before expert parallelism),
-``elastic``, ``round`` (round robin gradients) and ``shuffle`` (odd ranks have the param groups of
-experts in another order, as Python's hashing of strings may bring about). Each leaves ``ckpt`` and
-``truth.pt`` in a folder named like the run, with ``-`` for ``:``. The truth is gathered from all
-ranks, under the experts' global numbers.
+``elastic``, ``round`` (round robin gradients), ``fused`` (flat masters at stage 0), ``tp`` (two
+tensor ranks, AutoTP) and ``shuffle`` (odd ranks have the param groups of experts in another order,
+as Python's hashing of strings may bring about). Each leaves ``ckpt`` and ``truth.pt`` in a folder
+named like the run, with ``-`` for ``:``. The truth is gathered from all ranks, under the experts'
+global numbers.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.utils import groups
+from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import Tensor, nn
 
 WIDTH, STEPS = 12, 3
+FUSED_ADAM = deepspeed.runtime.engine.FusedAdam
 FUSED = re.compile(r".*\.experts\.w[123]")
 LOCAL = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
@@ -147,6 +149,11 @@ def engine_config(name: str, stage: int, dtype: str, options: list[str]) -> dict
     if name.startswith("auto"):
         size, preset = int(name[4:]), {"preset_model": "mixtral", "use_grouped_mm": False}
         config["expert_parallel"] = {"enabled": True, "autoep_size": size, **preset}
+    if "tp" in options:
+        columns = {"patterns": [r".*self_attn\.[qkv]_proj\.weight$"], "partition_type": "column"}
+        rows = {"patterns": [r".*o_proj\.weight$"], "partition_type": "row"}
+        specs = {"use_default_specs": False, "layer_specs": [columns, rows]}
+        config["tensor_parallel"] = {"autotp_size": 2, "partition_config": specs}
     if stage and dtype == "bf16":
         config["data_types"] = {"grad_accum_dtype": "bf16"}
     return config | ({"use_data_before_expert_parallelism": True} if "before" in options else {})
@@ -186,7 +193,8 @@ def live_truth(engine: Any, stage: int) -> dict[str, Any]:
     values = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     masters, names = masters_of(engine, stage), {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        values[name] = masters.get(id(param), values[name]).float()
+        # Under ZeRO-3 the state dict lacks the experts.
+        values[name] = masters.get(id(param), values.get(name)).float()
         names.setdefault(id(param), []).append(global_name(name, starts))
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     for name in [name for name in values if FUSED.fullmatch(name)]:
@@ -206,12 +214,20 @@ def live_truth(engine: Any, stage: int) -> dict[str, Any]:
 def masters_of(engine: Any, stage: int) -> dict[int, Tensor]:
     """The fp32 masters of the live optimizer by parameter, put together over the ranks."""
     optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_flat"):  # a fused optimizer without ZeRO
+        found = {}
+        for params, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            pieces = flat.detach().split([param.numel() for param in params])
+            found |= {id(p): piece.view(p.shape) for p, piece in zip(params, pieces, strict=True)}
+        return found
     if not stage:
         pairs = zip(
             getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()),
             strict=True,
         )  # fmt: skip
         return {id(p): m.detach() for ps, ms in pairs for p, m in zip(ps, ms, strict=True)}
+    if stage == 3:
+        return {id(p): full_master(p) for p in engine.module.parameters()}
     found = {}
     shuffled = getattr(optimizer, "round_robin_bit16_groups", None)
     for index, part in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -225,10 +241,29 @@ def masters_of(engine: Any, stage: int) -> dict[int, Tensor]:
     return found
 
 
-def train(engine: Any, dtype: str) -> None:
-    """A few steps on random rows, other ones on each rank."""
+def full_master(param: Any) -> Tensor:
+    """One parameter's fp32 master under ZeRO-3; rounded, it must be the parameter."""
+    master = safe_get_full_fp32_param(param).detach().clone()
+    with deepspeed.zero.GatheredParameters([param]):
+        if not torch.equal(master.to(param.dtype), param.detach()):
+            raise RuntimeError(f"the master of shape {tuple(param.shape)} is another parameter's")
+    return master
+
+
+def whole(name: str, value: Tensor) -> Tensor:
+    """Put the pieces of the two tensor ranks together (as the configuration cuts them)."""
+    if not name.endswith("_proj.weight"):
+        return value
+    group = groups.get_tensor_model_parallel_group()
+    pieces = [torch.empty_like(value) for _ in range(2)]
+    dist.all_gather(pieces, value.contiguous(), group=group)
+    return torch.cat(pieces, dim=1 if name.endswith("o_proj.weight") else 0)
+
+
+def train(engine: Any, dtype: str, degree: int = 1) -> None:
+    """A few steps on random rows, other ones on each rank (but for tensor ranks)."""
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank() // degree)
     for _ in range(STEPS):
         rows = torch.randn(2, 6, WIDTH, generator=generator).to(kind)
         tokens = torch.randint(0, 31, (2, 8), generator=generator)
@@ -262,6 +297,9 @@ def run(out: Path, text: str) -> None:
         param_groups(model)
     )
     wanted = [group for group in wanted if group["params"]]
+    # Without ZeRO, a fused Adam's masters are flat; on CPU no other Adam passes for it.
+    fused = torch.optim.AdamW if "fused" in options else FUSED_ADAM
+    vars(importlib.import_module("deepspeed.runtime.engine"))["FusedAdam"] = fused
     if "shuffle" in options and dist.get_rank() % 2:
         wanted.sort(key=lambda group: -int(group["name"][8:]) if group.get("moe") else -99)
     engine, *_ = deepspeed.initialize(
@@ -269,10 +307,13 @@ def run(out: Path, text: str) -> None:
         model_parameters=list(model.parameters()) if name.startswith("auto") else wanted,
         config=engine_config(name, int(stage), dtype, options),
     )
-    train(engine, dtype)
+    train(engine, dtype, 2 if "tp" in options else 1)
     engine.save_checkpoint(str(folder / "ckpt"))
     truths: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(truths, live_truth(engine, int(stage)))
+    truth = live_truth(engine, int(stage))
+    if "tp" in options:
+        truth["fp32"] = {name: whole(name, value) for name, value in truth["fp32"].items()}
+    torch.distributed.all_gather_object(truths, truth)
     if torch.distributed.get_rank() == 0:
         torch.save(merged(text, truths), folder / "truth.pt")
     if hasattr(engine, "destroy"):
@@ -281,20 +322,20 @@ def run(out: Path, text: str) -> None:
 
 def merged(text: str, truths: list[dict[str, Any]]) -> dict[str, Any]:
     """All ranks' truths; what several have must be the same."""
-    whole: dict[str, Any] = {"fp32": {}, "ties": [], "frozen": [], "buffers": []}
+    together: dict[str, Any] = {"fp32": {}, "ties": [], "frozen": [], "buffers": []}
     for truth in truths:
         for key, value in truth["fp32"].items():
-            if not torch.equal(whole["fp32"].setdefault(key, value), value):
+            if not torch.equal(together["fp32"].setdefault(key, value), value):
                 raise RuntimeError(f"{text}: the ranks disagree about {key}")
         for what in ("ties", "frozen", "buffers"):
-            whole[what] += [item for item in truth[what] if item not in whole[what]]
+            together[what] += [item for item in truth[what] if item not in together[what]]
     fused: dict[str, dict[int, Tensor]] = {}
-    for key in [key for key in whole["fp32"] if FUSED.fullmatch(key.rpartition(".")[0])]:
+    for key in [key for key in together["fp32"] if FUSED.fullmatch(key.rpartition(".")[0])]:
         name, _, number = key.rpartition(".")
-        fused.setdefault(name, {})[int(number)] = whole["fp32"].pop(key)
+        fused.setdefault(name, {})[int(number)] = together["fp32"].pop(key)
     stacked = {name: [rows[number] for number in sorted(rows)] for name, rows in fused.items()}
-    whole["fp32"] |= {name: torch.stack(rows) for name, rows in stacked.items()}
-    return whole
+    together["fp32"] |= {name: torch.stack(rows) for name, rows in stacked.items()}
+    return together
 
 
 def main(out: str, *runs: str) -> None:

@@ -17,6 +17,13 @@ from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 
 EXPERTS = sorted(name for name in CASES if "moe" in name)
 BASE = "moe_z2_bf16_w2"
+SHARDED = {
+    "checkpoint_format": "zero3_partitioned",
+    "expert_key_prefix": "block.experts",
+    "num_experts": 4,
+    "global_expert_start": 0,
+    "global_expert_end": 2,
+}
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
@@ -233,6 +240,11 @@ def test_other_kinds_are_refused_by_name(
 ) -> None:
     change(ckpt)
     assert words in refusal(ckpt, UnsupportedLayoutError)
+
+
+def test_experts_in_zero3_shards_that_are_not_there(ckpt: Path) -> None:
+    edit_model(ckpt, ds_autoep_layers=[SHARDED])
+    assert "there are no optimizer states of ZeRO-3" in refusal(ckpt)
 
 
 def test_names_are_taken_apart() -> None:

@@ -34,6 +34,10 @@ TWO_RANKS = [
     "frozen:0:bf16",
     "residual:0:bf16",
     "tied:0:bf16",
+    "ep2:0:bf16:fused",
+    "residual:0:bf16:fused",
+    "tied:0:bf16:fused",
+    "frozen:0:bf16:fused",
 ]
 FOUR_RANKS = [
     "ep1:1:bf16",
@@ -46,6 +50,8 @@ FOUR_RANKS = [
     "mixed:2:fp32:before",
     "mixed:0:bf16",
     "ep2:0:bf16:before",
+    "mixed:0:bf16:fused",
+    "ep2:0:bf16:before:fused",
 ]
 NAMES = [f"w2-{run}" for run in TWO_RANKS] + [f"w4-{run}" for run in FOUR_RANKS]
 TIED = [name for name in NAMES if "tied" in name or "residual" in name]

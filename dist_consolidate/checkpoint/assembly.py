@@ -12,6 +12,7 @@ from dist_consolidate.checkpoint import (
     expert_fused,
     expert_groups,
     expert_masters,
+    expert_zero3,
     rank_files,
     renamed,
     sixteen_bit,
@@ -120,6 +121,8 @@ class Assembly:
             notes=tuple(self.notes),
             value_ties=self.value_ties,
         )
+        if self.model.experts.shards:
+            found = expert_zero3.with_keys(found, self.model.experts.shards)
         return found if self.experts is None else expert_fused.fuse(found, self.experts.fused)
 
     def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
@@ -131,6 +134,8 @@ class Assembly:
             )
         if self.stage == 3:
             optims = swapped.fill(self.folder, self.model, self.optims, self.problems)
+            if self.model.experts.shards:
+                return self._zero3_experts(optims)
             groups, sources = zero3.build(self.model, optims, self.problems)
             self._check_owners(groups, self.optims)
             return groups, sources
@@ -150,6 +155,22 @@ class Assembly:
         if self.optims:
             return self._zero12()
         return (), self._stage0()
+
+    def _zero3_experts(
+        self, optims: Sequence[OptimState]
+    ) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
+        expert_zero3.check_frozen(self.model.frozen_shapes, self.problems)
+        needed = set(expert_zero3.leaders(optims)) - {0}
+        shards = [shard for shard in self.folder.of("model") if shard.dp_rank in needed]
+        findings = self.run(self.folder, [Job("model", shard) for shard in shards])
+        models = {0: self.model}
+        for shard, finding in zip(shards, findings, strict=True):
+            if isinstance(finding, ModelState):
+                models[shard.dp_rank or 0] = finding
+        built = expert_zero3.Builder(models, optims, self.problems)
+        self._check_owners([g for g in built.groups if len(g.parts) == self.ranks], self.optims)
+        self.notes.append(built.note())
+        return tuple(built.groups), built.sources
 
     def _zero12(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
         testified: dict[str, FlatSlot] = {}

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.model import Block, Checkpoint, ModuleKey, Source
 
 _FUSED = re.compile(r"(|.*\.)experts\.w[123]")
+# Parts of an AutoEP layer that are never another name of its router.
+_NO_ROUTERS = frozenset({"experts", "shared_experts"})
+# `checkpoint_format` of experts that lie in ZeRO-3 shards.
+IN_SHARDS = "zero3_partitioned"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -78,7 +82,7 @@ def odd_placement(layers: Any) -> str | None:  # noqa: ANN401 - as pickled
     for layer in layers if isinstance(layers, list) else [layers]:
         if not isinstance(layer, Mapping):
             return f"ds_autoep_layers holds a {type(layer).__name__}"
-        if layer.get("checkpoint_format") not in (None, "per_expert_files"):
+        if layer.get("checkpoint_format") not in (None, "per_expert_files", IN_SHARDS):
             return f"its experts are saved as {layer['checkpoint_format']}"
         placement = layer.get("expert_placement")
         if placement is None:  # before 0.19.8 there is one placement only
@@ -91,6 +95,35 @@ def odd_placement(layers: Any) -> str | None:  # noqa: ANN401 - as pickled
         if held != [list(range(r * each, (r + 1) * each)) for r in range(len(ranks))]:
             return f"its experts are placed unevenly or several times ({held})"
     return None
+
+
+def router_aliases(names: Iterable[str], layer: str) -> dict[str, str]:
+    """Tell which keys of an AutoEP layer are its router's, under a second name.
+
+    The layer is a class of DeepSpeed's own, which registers the router a second time under the name
+    that the model gave it; nothing else of it has the router's keys.
+
+    Source: DeepSpeed's ``module_inject/auto_ep_layer.py`` (``alias_target``).
+
+    Args:
+        names: The keys of the model.
+        layer: Name of the layer, with the dot that follows it.
+
+    Returns:
+        The router's key, by the other one.
+    """
+    children: dict[str, dict[str, str]] = {}
+    for name in names:
+        if name.startswith(layer):
+            child, _, rest = name.removeprefix(layer).partition(".")
+            children.setdefault(child, {})[rest] = name
+    router = children.pop("router", {})
+    return {
+        name: router[rest]
+        for child, held in children.items()
+        if child not in _NO_ROUTERS and held.keys() == router.keys()
+        for rest, name in held.items()
+    }
 
 
 def fuse(checkpoint: Checkpoint, names: Mapping[str, Sequence[str]]) -> Checkpoint:

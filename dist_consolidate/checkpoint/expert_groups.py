@@ -12,16 +12,18 @@ Sources: DeepSpeed's ``utils/groups.py`` (``_create_expert_and_data_parallel``) 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dist_consolidate.checkpoint import expert_fused, expert_shapes
+from dist_consolidate.checkpoint import expert_cuts, expert_fused, expert_shapes
 from dist_consolidate.checkpoint.expert_choice import ORDERS, Choice
 from dist_consolidate.checkpoint.expert_order import in_one_order
 from dist_consolidate.checkpoint.expert_values import END_NUMEL, Comparison, Layout
 from dist_consolidate.checkpoint.experts import ExpertName, Experts, parse
 from dist_consolidate.checkpoint.model import FlatGroup, FlatSlot, Source
 from dist_consolidate.checkpoint.states import ModelState, OptimState, Shapes
+from dist_consolidate.checkpoint.value_cuts import Partial
 from dist_consolidate.checkpoint.zero12 import check_size, flat_group, holder_of_shapes, slots
 from dist_consolidate.errors import Problems
 from dist_consolidate.units import counted
@@ -58,14 +60,16 @@ def build(
     if problems:
         return nothing
     orders = [False, True] if any(1 < size < len(optims) for size in kinds) else [False]
-    layouts, failures = [], {}
+    layouts, failures, num_found = [], {}, {}
     for order in orders:
         found = Problems()
-        layout = _Builder(model, optims, experts, kinds, order, found).layout()
+        builder = _Builder(folder, model, optims, experts, kinds, order, found)
+        layout = builder.layout()
         if found:
             failures[order] = found
         else:
             layouts.append(layout)
+            num_found[order] = builder.num_found
     recorded = optims[0].experts.data_first
     if not layouts or recorded in failures:
         problems.extend(failures[recorded if recorded in failures else orders[0]])
@@ -83,6 +87,12 @@ def build(
         notes += choice.notes
         if not choice.notes:
             _note_compared(chosen, kinds, len(optims), choice.unseen, notes)
+        if num_found[chosen.data_first]:
+            notes.append(
+                "param_slice_mappings of this release names a part of the experts only; "
+                f"{counted(num_found[chosen.data_first], 'tensor', 'tensors')} of the others were "
+                "found in the fp32 partitions by value, and fit in one way only"
+            )
         _note_rest(chosen, experts, notes)
         alike = comparison.alike(chosen)
     note_alike(alike, notes)
@@ -148,6 +158,13 @@ def _kinds(model: ModelState, optims: Sequence[OptimState], problems: Problems) 
                 f"{path}: param group {index} is shared out over {count} of {world} ranks, which "
                 "is no whole number of expert-parallel ranks"
             )
+        elif is_expert and said and said > 1 and count == world:
+            problems.add(
+                f"{path}: param group {index} is named ep_size_{said}, but all {world} ranks share "
+                "it, as if they held the same experts. BF16_Optimizer of releases before 0.14.1 "
+                "trains experts so, which mixes those of different ranks; this version does not "
+                "read such files"
+            )
         elif is_expert and said and said * count != world:
             problems.add(
                 f"{path}: param group {index} is named ep_size_{said}, but {count} of {world} "
@@ -162,6 +179,7 @@ class _Builder:
 
     def __init__(
         self,
+        folder: Path | Sequence[Path],
         model: ModelState,
         optims: Sequence[OptimState],
         experts: Experts,
@@ -169,6 +187,7 @@ class _Builder:
         data_first: bool,
         problems: Problems,
     ) -> None:
+        self.folder, self.num_found = folder, 0
         self.model, self.optims, self.experts = model, optims, experts
         self.kinds, self.data_first, self.problems = kinds, data_first, problems
         self.groups: list[FlatGroup] = []
@@ -184,6 +203,9 @@ class _Builder:
         shapes = expert_shapes.shapes_by_group(
             self.model, [[self.optims[r] for r in ranks] for ranks in first], self.problems
         )
+        shapes = self._completed(shapes)
+        if self.problems:
+            return Layout(self.data_first, (), {})
         for index, (group, size) in enumerate(zip(shapes, self.kinds, strict=False)):
             if not size:
                 self._add(index, f"param group {index}", group, range(world))
@@ -192,6 +214,42 @@ class _Builder:
                 ranks = members(rank, size, world, self.data_first)
                 self._add(index, label, self._renamed(group, rank, size), ranks)
         return Layout(self.data_first, tuple(self.groups), self.sources)
+
+    def _completed(self, shapes: list[Shapes]) -> list[Shapes]:
+        """Find what is not recorded of the groups of experts (releases before 0.14.5)."""
+        first, world = self.optims[0], len(self.optims)
+        if expert_shapes.has_shapes(self.model, first):
+            return shapes
+        groups: dict[int, Partial] = {}
+        for index, (group, size) in enumerate(zip(shapes, self.kinds, strict=False)):
+            if size < 2:
+                continue
+            flats = []
+            for rank in range(size):
+                parts = [
+                    self.optims[r].parts[index] for r in members(rank, size, world, self.data_first)
+                ]
+                label = f"param group {index}, expert-parallel rank {rank} of {size}"
+                flats.append(flat_group(label, parts, striped=False, problems=self.problems))
+            # The slices show no round robin, and what was dealt out is not known yet.
+            is_dealt = first.experts.round_robin and size < world
+            prefix = {} if is_dealt else dict(group)
+            part = Partial(
+                f"param group {index}", prefix, frozenset(group) - set(prefix), tuple(flats)
+            )
+            if sum(map(math.prod, group.values())) < part.num_numel:
+                groups[index] = part
+        if not groups or self.problems:
+            return shapes
+        kinds = zip(shapes, self.kinds, strict=False)
+        known = {n: (index, size) for index, (group, size) in enumerate(kinds) for n in group}
+        found = expert_cuts.complete(
+            self.folder, self.model, self.experts, groups, known, self.problems
+        )
+        self.num_found = sum(
+            (len(group) - len(shapes[index])) * self.kinds[index] for index, group in found.items()
+        )
+        return [found.get(index, group) for index, group in enumerate(shapes)]
 
     def _add(self, index: int, label: str, shapes: Shapes, ranks: Sequence[int]) -> None:
         paddings = self.optims[0].alignment_paddings

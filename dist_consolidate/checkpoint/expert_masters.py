@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from dist_consolidate.checkpoint import stage0
+from dist_consolidate.checkpoint import expert_flat, stage0
 from dist_consolidate.checkpoint.expert_fused import apart
 from dist_consolidate.checkpoint.expert_groups import note_alike
 from dist_consolidate.checkpoint.expert_states import group_sizes
@@ -97,14 +97,9 @@ def masters(
     for rank, state in sorted(states.items()):
         if state.masters is None:
             continue
-        if state.is_flat:
-            problems.add(
-                f"{folder.file(state.shard.name)}: holds flat fp32 masters (a fused optimizer), "
-                "whose order in a model with experts is recorded nowhere; this version reads "
-                "experts without ZeRO from unfused optimizers and fp32 training only"
-            )
-            continue
         part = _part(model, experts, state, rank, sizes, is_first=not found)
+        if state.is_flat:
+            part = _cut(folder, part, state, problems, notes)
         told: dict[str, str] = {}
         for name, source in stage0.masters(folder.folders, part, problems, notes, told).items():
             found.setdefault(name, source)
@@ -151,12 +146,12 @@ def _part(
     names = [n for n in module if n in held or (is_first and n not in experts.entries)]
     kinds = state.sizes or ()
     groups = state.masters or ()
-    if experts.fused and len(kinds) == len(groups):
+    marked = len(kinds) == len(groups)
+    if experts.fused and marked and not state.is_flat:
         groups = tuple(
             tuple(one for span in group for one in apart(span)) if kind != 0 else group
             for group, kind in zip(groups, kinds, strict=True)
         )
-    marked = len(kinds) == len(groups)
     return dataclasses.replace(
         model,
         module={name: module[name] for name in names},
@@ -167,6 +162,26 @@ def _part(
         ),
         flat_masters=False,
     )
+
+
+def _cut(
+    folder: TagFolder,
+    part: ModelState,
+    state: ExpertOptimState,
+    problems: Problems,
+    notes: list[str],
+) -> ModelState:
+    """Cut flat masters into shaped ones; where they cannot be, no masters are left."""
+    names, entries = stage0.trainable(part)
+    flat = [span for group in part.optimizer or () for span in group]
+    known = dict(zip(names, entries, strict=True))
+    cut = expert_flat.cut(folder.folders, flat, known, problems)
+    notes.append(
+        f"{state.shard.name}: {counted(len(cut), 'flat fp32 master', 'flat fp32 masters')} of a "
+        f"fused optimizer, whose order is recorded nowhere, hold {sum(map(len, cut))} tensors; "
+        "where each begins was found by value"
+    )
+    return dataclasses.replace(part, optimizer=tuple(cut))
 
 
 def _held(model: ModelState, experts: Experts, rank: int, sizes: Collection[int]) -> set[str]:

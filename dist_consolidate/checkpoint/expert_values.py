@@ -16,6 +16,8 @@ from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 
 # Elements at each end of a tensor that are compared.
 END_NUMEL = 512
+# Fewer elements than these may be equal by chance.
+MIN_TELLING = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,10 +97,10 @@ class Comparison:
         return [name for name in names if not self._is_seen(name, layout)]
 
     def alike(self, layout: Layout) -> dict[str, str]:
-        """Find matrices without an fp32 master, every element of which is another's, rounded.
+        """Find tensors without an fp32 master, every element of which is another's, rounded.
 
-        Those whose first and last elements are the same are left out (constants tell nothing), and
-        those that lose nothing by rounding, for which it makes no difference.
+        Small ones and constants are left out (see :func:`is_telling`), and those that lose nothing
+        by rounding, for which it makes no difference.
 
         Args:
             layout: Where the fp32 values lie.
@@ -130,15 +132,10 @@ class Comparison:
         held |= {*(self._model.shared_params or ())}
         for name, entry in (self._model.module or {}).items():
             span = entry.span
-            matrix = span.num_numel > 1 and len(span.shape) > 1 and span.is_contiguous
             seen = is_seen(self._folder, span.file)
-            if name in held or not (matrix and span.dtype.is_floating and seen):
+            if name in held or not (span.is_contiguous and span.dtype.is_floating and seen):
                 continue
-            num_numel = min(END_NUMEL, span.num_numel // 2)
-            source = own_source(span)
-            first = _piece(source, 0, num_numel)
-            last = _piece(source, span.num_numel - num_numel, num_numel)
-            if self._copies.of(first, span.dtype) != self._copies.of(last, span.dtype):
+            if is_telling(self._copies, own_source(span)):
                 yield name, entry
 
     def same(self, layouts: Sequence[Layout], names: Sequence[str]) -> bool:
@@ -170,7 +167,7 @@ class Comparison:
     def _equal(self, source: Source, entry: ModuleEntry, prints: Fingerprints, whole: bool) -> bool:
         dtype = entry.span.dtype
         copy = own_source(entry.span)
-        pairs = [(source, copy)] if whole else zip(_ends(source), _ends(copy), strict=True)
+        pairs = [(source, copy)] if whole else zip(ends(source), ends(copy), strict=True)
         return all(prints.of(one, dtype) == self._copies.of(other, dtype) for one, other in pairs)
 
     def _loses(self, entry: ModuleEntry, source: Source, prints: Fingerprints) -> bool:
@@ -186,8 +183,34 @@ class Comparison:
         return all(self._seen[file] for file in files)
 
 
-def _ends(source: Source) -> list[Source]:
-    """Give the first and last elements of a tensor as tensors of their own."""
+def is_telling(prints: Fingerprints, source: Source) -> bool:
+    """Tell whether no two parameters have a tensor's values by chance.
+
+    Args:
+        prints: Reads them.
+        source: A slot, or a contiguous span.
+
+    Returns:
+        Whether there are more than a few, and the first and last of them differ: those of a
+        constant say nothing.
+    """
+    if source.num_numel < MIN_TELLING:
+        return False
+    num_numel = min(END_NUMEL, source.num_numel // 2)
+    first = _piece(source, 0, num_numel)
+    last = _piece(source, source.num_numel - num_numel, num_numel)
+    return prints.of(first, source.dtype) != prints.of(last, source.dtype)
+
+
+def ends(source: Source) -> list[Source]:
+    """Give the first and last elements of a tensor as tensors of their own.
+
+    Args:
+        source: A slot, or a contiguous span.
+
+    Returns:
+        Both, or the tensor itself if they are all there is.
+    """
     total = source.num_numel
     if total <= 2 * END_NUMEL:
         return [source]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dist_consolidate.checkpoint.expert_fused import is_fused
+from dist_consolidate.checkpoint.expert_fused import IN_SHARDS, is_fused
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, missing_numbers
 from dist_consolidate.checkpoint.parallel import Grid
 from dist_consolidate.checkpoint.states import (
@@ -25,10 +25,12 @@ from dist_consolidate.checkpoint.states import (
     OptimState,
     TensorsState,
 )
-from dist_consolidate.errors import Problems, UnsupportedLayoutError, listed
+from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError, listed
 
 _NAME = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)", re.DOTALL)
 _FUSED = re.compile(r"\.?(|.*\.)experts\.(w[123])\.(\d+)", re.DOTALL)
+# What stands beside an expert's tensors where there are tensor ranks, too.
+_FOLDING = "folding"
 _T = TypeVar("_T")
 
 
@@ -150,19 +152,30 @@ def refuse_kinds(
         grid: Pipeline stages and tensor-parallel ranks.
 
     Raises:
-        UnsupportedLayoutError: For AutoEP of odd placements, ZeRO-3, and model parallelism.
+        CheckpointError: If the model states and the optimizer states are of different stages.
+        UnsupportedLayoutError: For odd placements, ZeRO-3 without a record, and model parallelism.
     """
     facts = [model.experts, *(optim.experts for optim in optims)]
     odd = next((fact.odd_auto for fact in facts if fact.odd_auto), None)
     if odd:
         raise UnsupportedLayoutError(
-            f"{folder.path}: is an AutoEP checkpoint, and {odd}; this version reads AutoEP under "
-            "stages 0 to 2, where every rank holds the next so many experts"
+            f"{folder.path}: is an AutoEP checkpoint, and {odd}; this version reads AutoEP where "
+            "every rank holds the next so many experts"
         )
-    if any(optim.striped for optim in optims):
+    striped = [optim for optim in optims if optim.striped]
+    known = [optim for optim in striped if optim.experts.zero_groups is not None]
+    if model.experts.shards and not striped:
+        raise CheckpointError(
+            f"{folder.path / model.shard.name}: ds_autoep_layers says that its experts lie in "
+            "ZeRO-3 shards, but there are no optimizer states of ZeRO-3; files are of different "
+            "saves, or missing"
+        )
+    if striped and (not model.experts.shards or len(known) < len(striped)):
         raise UnsupportedLayoutError(
-            f"{folder.path}: has experts (MoE) under ZeRO-3, which DeepSpeed itself does not "
-            "support; this version reads experts under stages 0 to 2"
+            f"{folder.path}: has experts under ZeRO-3, but does not record which ranks hold which "
+            "(ds_zero_partition_groups in the optimizer states, and layers of the format "
+            f"{IN_SHARDS} in ds_autoep_layers of the model states), as DeepSpeed does for AutoEP; "
+            "other experts (MoE) it does not support under ZeRO-3"
         )
     if grid.size > 1:
         raise UnsupportedLayoutError(
@@ -271,6 +284,8 @@ class _Contents:
         if not state.entries and not state.odd_entries:
             self.problems.add(f"{path}: holds nothing, expected the tensors of expert {own}")
         for text in (*state.entries, *state.odd_entries):
+            if text == _FOLDING and text in state.odd_entries:
+                continue
             name = parse(text)
             if name is None or name.number != own:
                 whose = "no expert" if name is None else f"expert {name.number}"

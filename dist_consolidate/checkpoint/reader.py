@@ -8,6 +8,7 @@ from typing import Any
 
 from dist_consolidate.checkpoint import (
     census,
+    expert_folding,
     pipeline,
     same_run,
     steps,
@@ -110,6 +111,9 @@ def read_checkpoint(
                 claims = (*request.claims, *(primary.shared_params or {}).items())
                 found = _assembled(parts, run, dataclasses.replace(request, claims=claims))
                 checkpoint = _tensor_merged(folder, parts, found, request)
+                if expert_folding.is_folded(primary, grid):
+                    experts = _folded_experts(folder, primary, findings, grid, run, request)
+                    checkpoint = expert_folding.join(checkpoint, experts)
         except CheckpointError as error:
             raise type(error)(f"{error}{_damage_told(folder, run, compared)}") from error
     checkpoint = dataclasses.replace(
@@ -222,7 +226,7 @@ def _only_part(folder: TagFolder, parts: Sequence[_Part]) -> _Part:
     kind = "is a model- or expert-parallel checkpoint"
     if part.optims and part.optims[0].rounds:
         kind = "was written by the stage-1 optimizer of before DeepSpeed 0.4"
-    elif len(parts) == 1 and part.experts is None:
+    elif len(parts) == 1 and part.experts is None and not part.model.experts.shards:
         return part
     raise UnsupportedLayoutError(
         f"{folder.path}: {kind}, whose optimizer states this version does not read; consolidate "
@@ -272,8 +276,37 @@ def _part(
     ordered = (
         census.order_by_rank(mine, states, problems, damaged, model.dp_world_size) if states else []
     )
+    if expert_folding.is_folded(model, grid):
+        ordered = [expert_folding.dense_optim(model, optim) for optim in ordered]
+        expert_folding.refuse_kinds(folder, model, ordered, grid)
+        return _Part(mine, expert_folding.dense_model(model), ordered, None)
     experts = _experts(mine, model, findings, grid, problems)
     return _Part(mine, model if experts is None else with_experts(model, experts), ordered, experts)
+
+
+def _folded_experts(
+    folder: TagFolder,
+    model: ModelState,
+    findings: Mapping[Job, Finding],
+    grid: Grid,
+    run: Runner,
+    request: Request,
+) -> Checkpoint:
+    """Locate the experts of a model that has tensor ranks, too: they are spread over all ranks."""
+    problems = Problems()
+    shards = {shard: findings[Job("optim", shard)] for shard in folder.of("optim")}
+    optims = {
+        (shard.dp_rank or 0, shard.mp_rank): state
+        for shard, state in shards.items()
+        if isinstance(state, OptimState)
+    }
+    ordered = expert_folding.expert_optims(model, optims, grid, problems)
+    found = [findings[Job("tensors", shard)] for shard in folder.of("expert")]
+    states = [finding for finding in found if isinstance(finding, TensorsState)]
+    experts = gather(folder, model, states, problems)
+    problems.raise_if_any(f"{folder.path}: the checkpoint is incomplete or inconsistent")
+    part = with_experts(expert_folding.expert_model(model), experts)
+    return Assembly(folder, part, ordered, run, request, experts).checkpoint()
 
 
 def _experts(
@@ -284,10 +317,18 @@ def _experts(
     problems: Problems,
 ) -> Experts | None:
     """Put the experts of one model-parallel index together, if the model has any."""
-    optims = [f for f in findings.values() if isinstance(f, OptimState) and f.experts.has_groups]
+    optims = [f for f in findings.values() if isinstance(f, OptimState)]
+    marked = any(f.experts.has_groups or f.experts.zero_groups is not None for f in optims)
     shards = folder.of("expert")
-    if not (shards or optims or model.experts.num_experts or model.experts.odd_auto):
+    if not (shards or marked or model.experts.num_experts or model.experts.odd_auto):
         return None
     refuse_kinds(folder, model, optims, grid)
+    if model.experts.shards:
+        for shard in shards:
+            problems.add(
+                f"{folder.file(shard.name)}: is surplus: the experts lie in the ZeRO-3 shards; "
+                "move away what another save left there"
+            )
+        return None
     found = [findings[Job("tensors", shard)] for shard in shards]
     return gather(folder, model, [f for f in found if isinstance(f, TensorsState)], problems)

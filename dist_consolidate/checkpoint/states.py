@@ -184,5 +184,7 @@ class OptimState:
         """Number of data-parallel ranks; a group of experts is shared by some of them only."""
         sizes = self.experts.sizes or ()
         sizes += (0,) * (len(self.partition_counts) - len(sizes))
-        pairs = zip(self.partition_counts, sizes, strict=False)
-        return max((count * (size or 1) for count, size in pairs), default=0)
+        pairs = list(zip(self.partition_counts, sizes, strict=False))
+        # Groups of no experts are shared by all ranks; sizes of experts may not be what they say.
+        dense = [count for count, size in pairs if size == 0]
+        return max(dense or (count * (size or 1) for count, size in pairs), default=0)

@@ -24,7 +24,7 @@ def in_one_list(
     groups: list[FlatGroup] = []
     moved = []
     for rank, checkpoint in enumerate(checkpoints):
-        places = _Places(len(groups))
+        places = Places(len(groups))
         groups += (
             dataclasses.replace(group, label=f"{group.label} of tensor rank {rank}")
             for group in checkpoint.groups
@@ -40,21 +40,29 @@ def in_one_list(
     return tuple(groups), moved
 
 
-class _Places:
+class Places:
     """Moves sources by a number of groups; a source that several blocks share stays one."""
 
     def __init__(self, by: int) -> None:
+        """Move nothing yet.
+
+        Args:
+            by: How many groups come before those that the sources refer to.
+        """
         self._by, self._moved = by, {}  # type: ignore[var-annotated]
 
     def all(self, sources: Mapping[str, Source]) -> dict[str, Source]:
+        """Move sources by name."""
         return {name: self.source(source) for name, source in sources.items()}
 
     def key(self, key: ModuleKey) -> ModuleKey:
+        """Move a key's own source, if it has one."""
         return (
             key if key.source is None else dataclasses.replace(key, source=self.source(key.source))
         )
 
     def source(self, source: Source) -> Source:
+        """Move a source."""
         if source.slot is None and not source.blocks:
             return source
         if id(source) not in self._moved:

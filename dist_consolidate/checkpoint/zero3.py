@@ -36,13 +36,43 @@ def build(
     sources: dict[str, Source] = {}
     for index, shapes in enumerate(shapes_by_group(model, optims[0], problems)):
         parts = [optim.parts[index] for optim in optims]
-        group = flat_group(f"sub-group {index}", parts, striped=True, problems=problems)
-        slots, need_numel = _slots(len(groups), shapes, len(optims))
-        _check_parts(group, parts, need_numel, holder_of_shapes(model, optims[0]), problems)
-        for name, slot in slots.items():
-            sources[name] = Source("fp32 partition", shapes[name], group.dtype, slot)
+        recorded_in = holder_of_shapes(model, optims[0])
+        group, found = sub_group(
+            f"sub-group {index}", len(groups), parts, shapes, recorded_in, problems
+        )
+        sources |= found
         groups.append(group)
     return tuple(groups), sources
+
+
+def sub_group(
+    label: str,
+    index: int,
+    parts: Sequence[TensorSpan],
+    shapes: Shapes,
+    recorded_in: str,
+    problems: Problems,
+) -> tuple[FlatGroup, dict[str, Source]]:
+    """Lay out one sub-group.
+
+    Args:
+        label: What to call it in a message.
+        index: Its index among all flat groups.
+        parts: The parts of the ranks that share it out, in their order.
+        shapes: Its tensors, in flat order.
+        recorded_in: The file that the shapes stand in.
+        problems: Takes what contradicts the layout.
+
+    Returns:
+        The flat group, and the source of each tensor in it.
+    """
+    group = flat_group(label, parts, striped=True, problems=problems)
+    slots, need_numel = _slots(index, shapes, len(parts))
+    _check_parts(group, parts, need_numel, recorded_in, problems)
+    return group, {
+        name: Source("fp32 partition", shapes[name], group.dtype, slot)
+        for name, slot in slots.items()
+    }
 
 
 def _slots(group: int, shapes: Shapes, ranks: int) -> tuple[dict[str, FlatSlot], int]:
