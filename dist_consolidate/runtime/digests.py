@@ -286,7 +286,8 @@ class Digests:
             raise ConsolidateError(
                 f"{path}: ended at byte {at} when it was read back; somebody else has changed it"
             )
-        return target[:count]
+        block: memoryview = target[:count]
+        return block
 
     def _descriptor(self, file: int) -> int:
         with self._turn:
