@@ -171,7 +171,7 @@ class Digests:
 
         Raises:
             ConsolidateError: If a file has ended too early.
-            OSError: If a file cannot be read.
+            OSError: If a file cannot be read; if it was asked to stop.
         """
         everything = [tensor for inside in self._files.values() for tensor in inside]
         left = [tensor for tensor in everything if tensor.at_bytes < tensor.place.num_bytes]
@@ -181,6 +181,8 @@ class Digests:
             in_threads(self._complete, left, num_threads, lambda: self._stopped)
         finally:
             self.close()
+        if self._stopped:
+            raise InterruptedError("the run was given up")
         return tuple(Digest(t.place.file, t.place.tensor, t.text) for t in everything)
 
     def close(self) -> None:
@@ -284,7 +286,8 @@ class Digests:
             raise ConsolidateError(
                 f"{path}: ended at byte {at} when it was read back; somebody else has changed it"
             )
-        return memoryview(target[:count])
+        block: memoryview = target[:count]
+        return block
 
     def _descriptor(self, file: int) -> int:
         with self._turn:

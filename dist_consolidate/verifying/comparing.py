@@ -11,6 +11,7 @@ from dist_consolidate.checkpoint.fragments import Fragments
 from dist_consolidate.checkpoint.model import FlatGroup, Source
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.dtypes import BY_NAME, DType
+from dist_consolidate.errors import CheckpointError
 from dist_consolidate.verifying.against_shards import Comparison, Shards
 from dist_consolidate.verifying.findings import Difference, Rounded
 from dist_consolidate.verifying.ranges import read_range
@@ -93,9 +94,16 @@ class Comparer:
     def _source(self, fragments: Fragments, source: Source, start: int, stop: int) -> torch.Tensor:
         """Read elements out of the shards."""
         data = bytearray((stop - start) * source.dtype.itemsize_bytes)
-        view = memoryview(data)
+        view, num_filled = memoryview(data), 0
         for read in fragments.reads(source, start, stop):
             self._reader.fill(view, read)
+            strided = (read.stop_numel - read.start_numel) * source.dtype.itemsize_bytes
+            num_filled += strided if read.extent is None else read.extent.num_bytes
+        if num_filled != len(data):  # zeros that nobody read must not pass for values
+            raise CheckpointError(
+                f"elements {start} to {stop} of a tensor of shape {list(source.shape)} have "
+                f"{len(data)} bytes, but the shards give {num_filled} for them"
+            )
         self._count(len(data))
         return _tensor(data, source.dtype)
 

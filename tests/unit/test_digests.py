@@ -193,3 +193,12 @@ def test_what_an_earlier_run_left_is_told_first(tmp_path):
         digests.written(0, low, high, view(low, high))
     assert digests.num_bytes_done == sum(SIZES)
     assert found(digests) == expected()
+
+
+def test_who_is_asked_to_stop_gives_no_digests(tmp_path):
+    (path,) = files_in(tmp_path)
+    path.write_bytes(CONTENT)
+    digests = Digests([path], places(0))
+    digests.stop()
+    with pytest.raises(InterruptedError):
+        digests.finish()
