@@ -61,6 +61,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Truth]:
 def _claims_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
     monkeypatch.setattr(journal, "_CLAIM_SEC", 0.01)
+    monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -122,7 +123,7 @@ def resumed_note(report: Report) -> list[str]:
 
 SHAPES: Mapping[str, dict[str, Any]] = {
     "plain": {"max_shard_size": "60KB"},
-    "one": {"max_shard_size": None},
+    "one": {"max_shard_size": "none"},
     "bin": {"format": "bin", "max_shard_size": "60KB"},
     "fp16": {"dtype": "fp16", "max_shard_size": "40KB"},
     "bin16": {"dtype": "fp16", "format": "bin", "ties": "copy"},
@@ -609,7 +610,7 @@ def flags(shape: str) -> list[str]:
     """Write options as the command line has them."""
     found = []
     for name, value in SHAPES[shape].items():
-        text = "none" if value is None else value[0] if isinstance(value, list) else value
+        text = value[0] if isinstance(value, list) else value
         found += ["--" + name.replace("_", "-"), text]
     return found
 
@@ -617,7 +618,7 @@ def flags(shape: str) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Be a rank that claims at once; the environment says which one gets a signal, and when."""
     kind, rank, at = os.environ[FAULT].split(":")
-    journal._CLAIM_BYTES, journal._CLAIM_SEC = 1, 0.01
+    journal._CLAIM_BYTES, journal._CLAIM_SEC, journal._PAUSE_SEC = 1, 0.01, 0.0
     if os.environ.get("RANK", "0") == rank:
         die_before(int(at), signal.Signals[kind])
     return cli.main(arguments)
