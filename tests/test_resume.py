@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def wait_for_claims(out: Path) -> None:
         for _ in range(1000 if path.is_dir() and (path / "identity.json").exists() else 0):
             if journal.has_claims(path):
                 return
-            journal.threading.Event().wait(0.005)  # type: ignore[attr-defined]
+            time.sleep(0.005)
 
 
 def resumed_note(report: Report) -> list[str]:
@@ -435,6 +436,39 @@ def test_the_output_folder_was_made_meanwhile(
     assert_same_bits(load_output(out), truths[2].fp32)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_of_two_runs_at_once_the_second_is_told(
+    resume: bool, truths: Mapping[int, Truth], tmp_path: Path
+) -> None:
+    ckpt, out = ckpt_of(truths[2]), tmp_path / "out"
+    go_on = tmp_path / "go on"
+
+    def slowly() -> None:
+        real = os.pwrite
+
+        def pwrite(*arguments: Any) -> int:
+            while not go_on.exists():
+                time.sleep(0.01)
+            return real(*arguments)
+
+        os.pwrite = pwrite
+        consolidate(ckpt, out, io="buffered", resume=True)
+
+    child = start_child(slowly)
+    deadline = time.monotonic() + 60
+    while not [path for path in left_by(out) if path.is_dir()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = sorted(left_by(out))
+    with pytest.raises(UsageError, match=f"another run is writing .*: process {child} on "):
+        consolidate(ckpt, out, resume=resume)
+    assert sorted(left_by(out)) == before
+    go_on.touch()
+    assert end_of(child) == 0
+    assert_same_bits(load_output(out), truths[2].fp32)
+    assert not left_by(out)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_says_how_to_go_on(
     number: signal.Signals, truths: Mapping[int, Truth], tmp_path: Path
@@ -470,8 +504,8 @@ def die_before(number: int, kill: int = signal.SIGKILL) -> None:
         setattr(os, name, deadly(getattr(os, name)))
 
 
-def in_child(action: Callable[[], object]) -> int:
-    """Run something in a process of its own; give how it ended, as ``returncode`` has it."""
+def start_child(action: Callable[[], object]) -> int:
+    """Run something in a process of its own; give its number."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -482,6 +516,11 @@ def in_child(action: Callable[[], object]) -> int:
             code = 2
         finally:
             os._exit(code)
+    return child
+
+
+def end_of(child: int) -> int:
+    """Wait for a process; give how it ended, as ``returncode`` has it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -533,7 +572,7 @@ def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path)
             die_before(at)  # noqa: B023
             consolidate(ckpt, out, bucket_size=bucket_size, **options)  # noqa: B023
 
-        code = in_child(die)
+        code = end_of(start_child(die))
         said.append(f"before call {at}: {code}")
         found = visible(out)
         if place == "new":
