@@ -191,7 +191,7 @@ def test_several_broken_runs_one_after_another(
         )  # fmt: skip
         there.append(sum(path.stat().st_size for path in work_folder(out).glob("journal-*")))
     assert there == sorted(set(there))
-    report = consolidate(ckpt, out, resume=True, **SHAPES["bin"])
+    report = consolidate(ckpt, out, resume=True, io="direct", **SHAPES["bin"])
     assert len(resumed_note(report)) == 1
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
@@ -217,6 +217,32 @@ def test_nothing_is_read_where_all_was_there(
         assert report.num_bytes_read == 0
         assert set(whole.notes) == set(report.notes) - set(resumed_note(report))
         assert bytes_of(at) == bytes_of(tmp_path / "whole")
+
+
+def test_what_the_kernel_copies_is_claimed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = write(tmp_path / "ckpt", Spec(stage=2, world=2, params=[Param("big", (1500, 1024))]))
+    out, copied = tmp_path / "out", []
+    real = os.copy_file_range
+
+    def copy(*arguments: Any) -> int:
+        copied.append(real(*arguments))
+        return copied[-1]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "copy_file_range", copy)
+        patch.setattr("dist_consolidate.output.publish.mark", refuse)
+        with pytest.raises(ConsolidateError):
+            consolidate(tmp_path / "ckpt", out, resume=True)
+    if not sum(copied):
+        pytest.skip("the kernel copies nothing on this file system")
+    report = consolidate(tmp_path / "ckpt", out, resume=True)
+    assert report.num_bytes_read == 0
+    assert_same_bits(load_output(out), truth.fp32)
 
 
 # What does not fit is not taken over.

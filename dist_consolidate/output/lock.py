@@ -79,11 +79,12 @@ class OutputLock:
             return
         held = self.is_held()
         self._over.set()
-        self._thread.join()
         if held:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-        os.close(self._descriptor)
+        self._thread.join(_BEAT_SEC)
+        if not self._thread.is_alive():  # or else the file system hangs
+            os.close(self._descriptor)
 
 
 def take(path: Path, output_dir: Path) -> OutputLock:
