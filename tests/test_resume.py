@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Truth]:
 def _claims_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
     monkeypatch.setattr(journal, "_CLAIM_SEC", 0.01)
+    monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -92,11 +94,11 @@ def broken_off(
     monkeypatch: pytest.MonkeyPatch, ckpt: Path, out: Path, after: int, **options: Any
 ) -> ConsolidateError:
     """Run until the disk is full, after some writes; give the error."""
-    real, count = os.pwrite, itertools.count()
+    real, count, num_before = os.pwrite, itertools.count(), num_journals(out)
 
     def pwrite(descriptor: int, data: Any, offset: int) -> int:
         if next(count) >= after:
-            wait_for_claims(out)
+            wait_for_claims(out, num_before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(descriptor, data, offset)
 
@@ -107,13 +109,20 @@ def broken_off(
     return caught.value
 
 
-def wait_for_claims(out: Path) -> None:
-    """Let the journal's thread take its turn."""
-    for path in left_by(out):
-        for _ in range(1000 if path.is_dir() and (path / "identity.json").exists() else 0):
-            if journal.has_claims(path):
-                return
-            journal.threading.Event().wait(0.005)  # type: ignore[attr-defined]
+def num_journals(out: Path) -> int:
+    """How many journals claim something."""
+    return sum(path.stat().st_size > 0 for home in left_by(out) for path in home.glob("journal-*"))
+
+
+def wait_for_claims(out: Path, num_before: int) -> None:
+    """Let the journal's thread take its turn, where there is one."""
+    deadline = time.monotonic() + (30 if resumable(out) else 0)
+    while num_journals(out) == num_before and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def resumable(out: Path) -> list[Path]:
+    return [path for path in left_by(out) if (path / "identity.json").exists()]
 
 
 def resumed_note(report: Report) -> list[str]:
@@ -122,7 +131,7 @@ def resumed_note(report: Report) -> list[str]:
 
 SHAPES: Mapping[str, dict[str, Any]] = {
     "plain": {"max_shard_size": "60KB"},
-    "one": {"max_shard_size": None},
+    "one": {"max_shard_size": "none"},
     "bin": {"format": "bin", "max_shard_size": "60KB"},
     "fp16": {"dtype": "fp16", "max_shard_size": "40KB"},
     "bin16": {"dtype": "fp16", "format": "bin", "ties": "copy"},
@@ -189,7 +198,7 @@ def test_several_broken_runs_one_after_another(
         )  # fmt: skip
         there.append(sum(path.stat().st_size for path in work_folder(out).glob("journal-*")))
     assert there == sorted(set(there))
-    report = consolidate(ckpt, out, resume=True, **SHAPES["bin"])
+    report = consolidate(ckpt, out, resume=True, io="direct", **SHAPES["bin"])
     assert len(resumed_note(report)) == 1
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
@@ -215,6 +224,32 @@ def test_nothing_is_read_where_all_was_there(
         assert report.num_bytes_read == 0
         assert set(whole.notes) == set(report.notes) - set(resumed_note(report))
         assert bytes_of(at) == bytes_of(tmp_path / "whole")
+
+
+def test_what_the_kernel_copies_is_claimed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = write(tmp_path / "ckpt", Spec(stage=2, world=2, params=[Param("big", (1500, 1024))]))
+    out, copied = tmp_path / "out", []
+    real = os.copy_file_range
+
+    def copy(*arguments: Any) -> int:
+        copied.append(real(*arguments))
+        return copied[-1]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "copy_file_range", copy)
+        patch.setattr("dist_consolidate.output.publish.mark", refuse)
+        with pytest.raises(ConsolidateError):
+            consolidate(tmp_path / "ckpt", out, resume=True)
+    if not sum(copied):
+        pytest.skip("the kernel copies nothing on this file system")
+    report = consolidate(tmp_path / "ckpt", out, resume=True)
+    assert report.num_bytes_read == 0
+    assert_same_bits(load_output(out), truth.fp32)
 
 
 # What does not fit is not taken over.
@@ -381,7 +416,7 @@ def test_a_failure_before_the_first_claim_leaves_nothing(
     real = os.fdatasync
     monkeypatch.setattr(journal, "_CLAIM_SEC", 60.0)
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1 << 40)
-    monkeypatch.setattr("tests.test_resume.wait_for_claims", lambda _: None)
+    monkeypatch.setattr("tests.test_resume.wait_for_claims", lambda *_: None)
     error = broken_off(monkeypatch, ckpt, out, 5, bucket_size=4000, resume=True)
     assert os.fdatasync is real
     assert not hasattr(error, "__notes__")
@@ -434,6 +469,39 @@ def test_the_output_folder_was_made_meanwhile(
     assert_same_bits(load_output(out), truths[2].fp32)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_of_two_runs_at_once_the_second_is_told(
+    resume: bool, truths: Mapping[int, Truth], tmp_path: Path
+) -> None:
+    ckpt, out = ckpt_of(truths[2]), tmp_path / "out"
+    go_on = tmp_path / "go on"
+
+    def slowly() -> None:
+        real = os.pwrite
+
+        def pwrite(*arguments: Any) -> int:
+            while not go_on.exists():
+                time.sleep(0.01)
+            return real(*arguments)
+
+        os.pwrite = pwrite
+        consolidate(ckpt, out, io="buffered", resume=True)
+
+    child = start_child(slowly)
+    deadline = time.monotonic() + 60
+    while not [path for path in left_by(out) if path.is_dir()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = sorted(left_by(out))
+    with pytest.raises(UsageError, match=f"another run is writing .*: process {child} on "):
+        consolidate(ckpt, out, resume=resume)
+    assert sorted(left_by(out)) == before
+    go_on.touch()
+    assert end_of(child) == 0
+    assert_same_bits(load_output(out), truths[2].fp32)
+    assert not left_by(out)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_says_how_to_go_on(
     number: signal.Signals, truths: Mapping[int, Truth], tmp_path: Path
@@ -469,8 +537,8 @@ def die_before(number: int, kill: int = signal.SIGKILL) -> None:
         setattr(os, name, deadly(getattr(os, name)))
 
 
-def in_child(action: Callable[[], object]) -> int:
-    """Run something in a process of its own; give how it ended, as ``returncode`` has it."""
+def start_child(action: Callable[[], object]) -> int:
+    """Run something in a process of its own; give its number."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -481,12 +549,17 @@ def in_child(action: Callable[[], object]) -> int:
             code = 2
         finally:
             os._exit(code)
+    return child
+
+
+def end_of(child: int) -> int:
+    """Wait for a process; give how it ended, as ``returncode`` has it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def garble(choose: random.Random, ckpt: Path, out: Path) -> None:
     """Put anything where nothing is claimed: after a power loss, that may be what is there."""
-    for home in (path for path in left_by(out) if (path / "identity.json").is_file()):
+    for home in resumable(out):
         identity = json.loads((home / "identity.json").read_text())
         names = list(identity["files"])
         place = journal.read_journals(
@@ -532,7 +605,7 @@ def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path)
             die_before(at)  # noqa: B023
             consolidate(ckpt, out, bucket_size=bucket_size, **options)  # noqa: B023
 
-        code = in_child(die)
+        code = end_of(start_child(die))
         said.append(f"before call {at}: {code}")
         found = visible(out)
         if place == "new":
@@ -609,7 +682,7 @@ def flags(shape: str) -> list[str]:
     """Write options as the command line has them."""
     found = []
     for name, value in SHAPES[shape].items():
-        text = "none" if value is None else value[0] if isinstance(value, list) else value
+        text = value[0] if isinstance(value, list) else value
         found += ["--" + name.replace("_", "-"), text]
     return found
 
@@ -617,7 +690,7 @@ def flags(shape: str) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Be a rank that claims at once; the environment says which one gets a signal, and when."""
     kind, rank, at = os.environ[FAULT].split(":")
-    journal._CLAIM_BYTES, journal._CLAIM_SEC = 1, 0.01
+    journal._CLAIM_BYTES, journal._CLAIM_SEC, journal._PAUSE_SEC = 1, 0.01, 0.0
     if os.environ.get("RANK", "0") == rank:
         die_before(int(at), signal.Signals[kind])
     return cli.main(arguments)

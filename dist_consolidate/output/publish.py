@@ -150,9 +150,10 @@ class Publication:
             UsageError: If a file cannot be synced, removed or renamed, or another run has taken
                 this one for dead.
         """
-        self._check_complete()
+        self._check_lock()
         first = tuple(name for name in self.file_names if name not in last)
         with _explained(self.output_dir):
+            self._check_complete()
             for name in self.file_names:
                 sync(self.work_dir / name)
             for folder in folders_of(self.file_names):

@@ -134,7 +134,8 @@ def write_marker(home: Path, marker: Marker) -> None:
 def read_marker(home: Path) -> Marker | None:
     """Give what was being published from a work folder; ``None`` where nothing was."""
     found = _read_json(home / _MARKER)
-    if not isinstance(found, dict):
+    keys = {field.name for field in dataclasses.fields(Marker)}
+    if not isinstance(found, dict) or found.keys() != keys:
         return None
     return Marker(tuple(found["first"]), tuple(found["last"]), found["old"], found["new"])
 

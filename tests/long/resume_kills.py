@@ -61,7 +61,7 @@ def two_ranks(choose: random.Random, ckpt: Path, folder: Path, number: int) -> s
 def main(arguments: list[str]) -> int:
     """Do as many runs as asked for."""
     runs, seed = map(int, (arguments + ["200", "0"][len(arguments) :])[:2])
-    journal._CLAIM_BYTES, journal._CLAIM_SEC = 1, 0.01
+    journal._CLAIM_BYTES, journal._CLAIM_SEC, journal._PAUSE_SEC = 1, 0.01, 0.0
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         truths = {

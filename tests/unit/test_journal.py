@@ -86,6 +86,7 @@ def test_the_order_is_bytes_then_their_sync_then_the_record_then_its_sync(
     for name, function in (("pwrite", pwrite), ("fdatasync", fdatasync), ("write", write)):
         monkeypatch.setattr(os, name, function)
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
+    monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
     output = OutputFiles(paths, Stopwatch(), Journal(place(tmp_path), 0, paths))
     for index in range(50):
         output.write(index % 2, memoryview(b"x" * 100), index * 100)
@@ -165,6 +166,7 @@ def test_a_disk_that_refuses_to_sync_ends_the_run_and_claims_nothing(
 
     monkeypatch.setattr(os, "fdatasync", refuse)
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
+    monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
     output = OutputFiles(paths, Stopwatch(), Journal(place(tmp_path), 0, paths))
     with pytest.raises(OSError, match=r"broken.*/a'"):
         for index in range(10_000):

@@ -197,8 +197,6 @@ def test_who_lost_its_lock_does_not_publish(
     monkeypatch.setattr(locks, "_machine", lambda: {"host": "node-b", "boot": "b", "pids": "p"})
     second = prepare(out, ("a",), "t2")
     assert not first.work_dir.exists()
-    first.work_dir.mkdir(parents=True)
-    first.write_file("a", b"first")
     with pytest.raises(UsageError, match="another one took it for dead"):
         first.publish()
     first.abandon()
