@@ -5,8 +5,11 @@ Run as a module, this file is what each rank does (see :func:`main`).
 
 from __future__ import annotations
 
+import errno
 import json
+import random
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_consolidate import consolidate
+from dist_consolidate import ConsolidateError, consolidate
+from dist_consolidate.checkpoint.shards import ShardReader
+from dist_consolidate.runtime import digests
+from dist_consolidate.runtime.outfiles import OutputFiles
 from tests.cases import bits, load_output
 from tests.synthetic import Buffer, Param, Spec, write
 from tests.torchrun import run_ranks
@@ -107,6 +113,34 @@ def test_the_values_change_only_the_digests(tmp_path):
         same = torch.equal(*(bits(tensors[name]) for tensors in values))
         assert (first[name]["xxh3_128"] == second[name]["xxh3_128"]) == same
         assert first[name] == {**second[name], "xxh3_128": first[name]["xxh3_128"]}
+
+
+def test_threads_do_not_wait_for_one_that_has_failed(wanted, tmp_path, monkeypatch):
+    """Whichever read or write fails, the run ends at once, although threads take turns."""
+    chance, calls = random.Random(0), iter(range(10**9))
+    scatter, write_out = ShardReader.scatter, OutputFiles.write
+    last = 0
+
+    def failing(action):
+        def call(self, *arguments, **options):
+            # The loop below sets both anew.
+            if next(calls) == last:
+                raise OSError(errno.EIO, "Input/output error")
+            time.sleep(chance.random() / 5000)
+            return action(self, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(ShardReader, "scatter", failing(scatter))
+    monkeypatch.setattr(OutputFiles, "write", failing(write_out))
+    options = {"transport": "direct", "bucket_size": 4096 * 4, "io": "buffered"}
+    for number in range(40):
+        calls, last = iter(range(10**9)), chance.randrange(100)
+        started = time.monotonic()
+        with pytest.raises(ConsolidateError, match="Input/output error"):
+            consolidate(root_of(wanted) / "z3", tmp_path / str(number), **options)
+        # A thread that waits in vain would go on after some seconds.
+        assert time.monotonic() - started < digests._PATIENCE_SEC
 
 
 def main(path: Path) -> None:
