@@ -9,6 +9,7 @@ from typing import Any
 from dist_consolidate.checkpoint import (
     census,
     pipeline,
+    salvage,
     same_run,
     steps,
     universal,
@@ -52,8 +53,6 @@ def read_checkpoint(
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
     if request.salvage:
-        from dist_consolidate.checkpoint import salvage
-
         salvaged = salvage.read(folder, run, request)
         if salvaged is not None:
             return salvaged
