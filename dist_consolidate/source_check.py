@@ -21,6 +21,7 @@ from dist_consolidate.checkpoint.records import Judged, Record, judge, read_reco
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.crc_pieces import CrcRange, ReadCrcs
 from dist_consolidate.errors import Caught, Problems, listed
+from dist_consolidate.filesystems import has_lasting_inodes
 from dist_consolidate.nodes import Mark
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank
@@ -235,7 +236,7 @@ def _changed(planned: Planned, rank: int, num_ranks: int) -> list[str]:
     for name in names:
         path, before = _path(planned, name), marks.get(name)
         now = _mark(path)
-        if before is not None and now != before:
+        if before is not None and now != before and not _is_renumbered(path, before, now):
             what = "it is gone" if now is None else _difference(before, now)
             found.append(f"{path}{_rank_text(planned.folder, name)}: {what}")
     return found
@@ -252,6 +253,11 @@ def _mark(path: Path) -> Mark | None:
     finally:
         os.close(descriptor)
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _is_renumbered(path: Path, before: Mark, now: Mark | None) -> bool:
+    """Whether nothing but the inode is another one, where that means nothing."""
+    return now is not None and before[:2] == now[:2] and not has_lasting_inodes(path)
 
 
 def _difference(before: Mark, now: Mark) -> str:
