@@ -153,8 +153,8 @@ class _Check:
                 problems.add(self._mismatch(file, record, judged.crc))
         problems.raise_if_any(
             f"{self._planned.folder.path}: shards hold other bytes than were saved",
-            "Nothing was published. Copy these files again from where they were saved; if that is "
-            "all there is, --salvage writes what is intact.",
+            "Nothing was published. Copy these files again from where they were saved"
+            f"{_salvage_hint(self._planned.folder)}.",
         )
         return SourceCheck(
             len(checked), sum(record.num_bytes for record in checked), _partly_notes(partly)
@@ -194,6 +194,12 @@ class _Check:
             f"{record.name} ({record.num_bytes:,} bytes from byte {record.start_bytes:,} on) has "
             f"the CRC-32 {crc:08x}, but {record.crc:08x} when it was saved; it fills {names}"
         )
+
+
+def _salvage_hint(folder: TagFolder) -> str:
+    """Mention ``--salvage`` where it helps: for dense models."""
+    dense = all(shard.role in ("model", "optim") and not shard.mp_rank for shard in folder.shards)
+    return "; if that is all there is, --salvage writes what is intact" if dense else ""
 
 
 def _partly_notes(partly: Sequence[str]) -> tuple[str, ...]:
