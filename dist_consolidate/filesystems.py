@@ -19,6 +19,28 @@ def is_in_memory(path: Path) -> bool:
 
     Returns:
         Whether it is; false where the system does not say.
+    """
+    return _kind(path) in _IN_MEMORY
+
+
+def has_lasting_inodes(path: Path) -> bool:
+    """Tell whether a file keeps its inode number as long as it lives.
+
+    Buckets and remote folders that are mounted by a program may get a new one whenever the system
+    has forgotten them.
+
+    Args:
+        path: A file or folder that exists.
+
+    Returns:
+        Whether it does; true where the system does not say.
+    """
+    kind = _kind(path)
+    return not (kind.startswith("fuse") or kind == "9p")
+
+
+def _kind(path: Path) -> str:
+    """Name the kind of file system; empty where the system does not say.
 
     Source: ``/proc/pid/mountinfo`` in proc_pid_mountinfo(5).
     """
@@ -26,8 +48,8 @@ def is_in_memory(path: Path) -> bool:
         device = path.stat().st_dev
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
+        return ""
     number = f"{os.major(device)}:{os.minor(device)}"
     halves = (line.partition(" - ") for line in lines.splitlines())
     kinds = {mount.split()[2]: kind.split()[0] for mount, _, kind in halves if kind}
-    return kinds.get(number) in _IN_MEMORY
+    return kinds.get(number, "")

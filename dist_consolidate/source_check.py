@@ -21,6 +21,7 @@ from dist_consolidate.checkpoint.records import Judged, Record, judge, read_reco
 from dist_consolidate.checkpoint.shards import ShardReader
 from dist_consolidate.crc_pieces import CrcRange, ReadCrcs
 from dist_consolidate.errors import Caught, Problems, listed
+from dist_consolidate.filesystems import has_lasting_inodes
 from dist_consolidate.nodes import Mark
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank
@@ -152,8 +153,8 @@ class _Check:
                 problems.add(self._mismatch(file, record, judged.crc))
         problems.raise_if_any(
             f"{self._planned.folder.path}: shards hold other bytes than were saved",
-            "Nothing was published. Copy these files again from where they were saved; if that is "
-            "all there is, --salvage writes what is intact.",
+            "Nothing was published. Copy these files again from where they were saved"
+            f"{_salvage_hint(self._planned.folder)}.",
         )
         return SourceCheck(
             len(checked), sum(record.num_bytes for record in checked), _partly_notes(partly)
@@ -193,6 +194,12 @@ class _Check:
             f"{record.name} ({record.num_bytes:,} bytes from byte {record.start_bytes:,} on) has "
             f"the CRC-32 {crc:08x}, but {record.crc:08x} when it was saved; it fills {names}"
         )
+
+
+def _salvage_hint(folder: TagFolder) -> str:
+    """Mention ``--salvage`` where it helps: for dense models."""
+    dense = all(shard.role in ("model", "optim") and not shard.mp_rank for shard in folder.shards)
+    return "; if that is all there is, --salvage writes what is intact" if dense else ""
 
 
 def _partly_notes(partly: Sequence[str]) -> tuple[str, ...]:
@@ -235,7 +242,7 @@ def _changed(planned: Planned, rank: int, num_ranks: int) -> list[str]:
     for name in names:
         path, before = _path(planned, name), marks.get(name)
         now = _mark(path)
-        if before is not None and now != before:
+        if before is not None and now != before and not _is_renumbered(path, before, now):
             what = "it is gone" if now is None else _difference(before, now)
             found.append(f"{path}{_rank_text(planned.folder, name)}: {what}")
     return found
@@ -252,6 +259,11 @@ def _mark(path: Path) -> Mark | None:
     finally:
         os.close(descriptor)
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _is_renumbered(path: Path, before: Mark, now: Mark | None) -> bool:
+    """Whether nothing but the inode is another one, where that means nothing."""
+    return now is not None and before[:2] == now[:2] and not has_lasting_inodes(path)
 
 
 def _difference(before: Mark, now: Mark) -> str:

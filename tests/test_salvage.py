@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_consolidate import CheckpointError, UnsupportedLayoutError, cli, consolidate
-from dist_consolidate.checkpoint.salvage import possible_parts
+from dist_consolidate.checkpoint.salvage_assembly import possible_parts
 from dist_consolidate.report import Report
 from tests.cases import CASES, Case, assert_same_bits, expected_fp32, load_output, lost_keys
 from tests.special import copy_of, edit, save_as

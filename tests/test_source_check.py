@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_consolidate import CheckpointError, ConsolidateError, consolidate
+from dist_consolidate import CheckpointError, ConsolidateError, consolidate, filesystems
 from dist_consolidate.checkpoint.records import read_records
 from dist_consolidate.consolidation import _Run
 from tests.cases import CASES, assert_same_bits, expected_fp32, load_output, lost_keys
@@ -273,6 +273,28 @@ def test_a_shard_that_changes_while_it_is_read(
         consolidate(tmp_path / "ckpt", tmp_path / "out", check_crc=policy)
     assert f"{path} (of rank 1): " in str(error.value) and said in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["fuse.s3fs", "ext4"])
+def test_some_file_systems_number_files_anew(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tag = copy_of("kitchen_z3_bf16_w2", tmp_path)
+    (path,) = tag.glob("*zero_pp_rank_1_*optim_states.pt")
+    real = _Run.move
+
+    def move(run: _Run, *arguments: Any) -> Any:
+        result = real(run, *arguments)
+        replace(path)
+        return result
+
+    monkeypatch.setattr(_Run, "move", move)
+    monkeypatch.setattr(filesystems, "_kind", lambda _: kind)
+    if kind == "ext4":
+        with pytest.raises(CheckpointError, match="it was replaced"):
+            consolidate(tmp_path / "ckpt", tmp_path / "out")
+    else:
+        consolidate(tmp_path / "ckpt", tmp_path / "out")
 
 
 # Torn saves and steps.

@@ -19,7 +19,17 @@ MAX_MODULE_LINES, MEDIAN_MODULE_LINES = 500, 250
 MAX_FUNCTION_LINES, P90_FUNCTION_LINES = 80, 40
 
 # Modules that stand beside the rooms; every room may use them.
-COMMON = {"_version", "checksums", "dtypes", "errors", "doing", "filesystems", "options", "units"}
+COMMON = {
+    "_version",
+    "checksums",
+    "crc_pieces",
+    "dtypes",
+    "errors",
+    "doing",
+    "filesystems",
+    "options",
+    "units",
+}
 ROOMS = {
     "checkpoint": {"checkpoint"},
     "plan": {"checkpoint", "plan"},

@@ -10,6 +10,7 @@ from dist_consolidate.checkpoint import (
     census,
     expert_folding,
     pipeline,
+    salvage,
     same_run,
     steps,
     universal,
@@ -53,8 +54,6 @@ def read_checkpoint(
         UnsupportedLayoutError: If the checkpoint is of a kind that is not read.
     """
     if request.salvage:
-        from dist_consolidate.checkpoint import salvage
-
         salvaged = salvage.read(folder, run, request)
         if salvaged is not None:
             return salvaged

@@ -16,27 +16,30 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from dist_consolidate.checkpoint import census, same_run, steps, writers, zero12
-from dist_consolidate.checkpoint.assembly import Assembly
 from dist_consolidate.checkpoint.damage import Damage, Damages, without
 from dist_consolidate.checkpoint.extents import TensorSpan
-from dist_consolidate.checkpoint.fragments import Fragments
 from dist_consolidate.checkpoint.jobs import Job, Runner
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder
-from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, Loss, Source, own_source
+from dist_consolidate.checkpoint.model import Checkpoint, Loss
 from dist_consolidate.checkpoint.parallel import find_grid
 from dist_consolidate.checkpoint.request import Request
+from dist_consolidate.checkpoint.salvage_assembly import (
+    SalvageAssembly,
+    check_names,
+    cut_part,
+    possible_parts,
+    refuse,
+    was_partitioned,
+)
 from dist_consolidate.checkpoint.states import ModelState, OptimState
 from dist_consolidate.dtypes import FLOAT32
 from dist_consolidate.errors import CheckpointError, Problems, UnsupportedLayoutError, listing
 
 # Behind the end of any file.
 _END = 1 << 62
-# A group is padded to a multiple of the ranks, of twice as many since 0.5.2.
-_ALIGNMENTS, _MAX_PADDING_PER_RANK_NUMEL = (1, 2), 4
 
 
 def read(folder: TagFolder, run: Runner, request: Request) -> Checkpoint | None:
@@ -70,16 +73,9 @@ def _refuse_kinds(folder: TagFolder, request: Request) -> None:
     if kind is None and any(shard.mp_rank for shard in folder.shards):
         kind = "a model-parallel checkpoint"
     if kind is not None:
-        _refuse(folder, f"is {kind}")
+        refuse(folder, f"is {kind}")
     if request.include_optimizer:
-        _refuse(folder, "its optimizer's states were asked for (--include optimizer)")
-
-
-def _refuse(folder: TagFolder, why: str) -> None:
-    raise UnsupportedLayoutError(
-        f"{folder.path}: {why}; --salvage writes the weights of dense models under ZeRO-1, 2 and 3 "
-        "and without ZeRO. Consolidate without it to hear all that is wrong"
-    )
+        refuse(folder, "its optimizer's states were asked for (--include optimizer)")
 
 
 class _Salvage:
@@ -117,22 +113,24 @@ class _Salvage:
             self._complete_models(first, models, ranks)
         self._find_damaged_records(first, optims, models)
         is_whole = not self.damages and not self.unreadable and not first.shard.dp_rank
-        if is_whole and (optims or not _was_partitioned(first)):
+        if is_whole and (optims or not was_partitioned(first)):
             return None
-        if not (optims or _was_partitioned(first)):
+        if not (optims or was_partitioned(first)):
             first = self._without_masters(first)
         if first.zenflow:
-            _refuse(self.folder, "was trained with ZenFlow, whose masters tell no layout alone")
+            refuse(self.folder, "was trained with ZenFlow, whose masters tell no layout alone")
         trust = self.request.trust_masters
         states: list[ModelState | OptimState] = [first, *present, *models.values()]
         told = same_run.check(self.folder, states, self.problems, trust_masters=trust)
         told += steps.check(self.folder, first, present, self.problems, trust_masters=trust)
         self.problems.raise_if_any(f"{self.folder.path}: what is left contradicts itself")
         damages = Damages(self.damages)
-        assembly = _Assembly(self, damages, first, optims, models)
+        assembly = SalvageAssembly(
+            self.folder, self.run, self.request, damages, first, optims, models, self.lost
+        )
         whole = assembly.checkpoint()
         if whole.stage in (1, 2):
-            self.check_names(first, [*whole.partitions, *whole.frozen])
+            check_names(self.folder, first, [*whole.partitions, *whole.frozen])
         found = without(whole, damages)
         lost = {**self._buffers(first, found), **self.lost, **found.lost}
         notes = (*self.folder.notes, *self.notes, *told, *self._spare_notes(), *found.notes)
@@ -142,11 +140,11 @@ class _Salvage:
         """Refuse what the names of the files did not tell."""
         experts = first.experts.num_experts or first.experts.odd_auto
         if experts or any(state.experts.has_groups for state in optims):
-            _refuse(self.folder, "is a model with experts")
+            refuse(self.folder, "is a model with experts")
         if first.module is None:
-            _refuse(self.folder, "is a pipeline")
+            refuse(self.folder, "is a pipeline")
         if find_grid(self.folder, first).size > 1:
-            _refuse(self.folder, "is a model-parallel checkpoint")
+            refuse(self.folder, "is a model-parallel checkpoint")
 
     def _without_masters(self, first: ModelState) -> ModelState:
         """Without ZeRO, only values tell which tensor a master is of: all count, or none."""
@@ -168,16 +166,6 @@ class _Salvage:
                 why = f"{damaged.why}; written from `module` ({dtype.name})"
                 self.lost[name] = Loss("lower precision", why, entry.span.num_numel, 0)
         return dataclasses.replace(first, optimizer=None, moments=())
-
-    def check_names(self, first: ModelState, stored: Iterable[str]) -> None:
-        """Refuse where nothing tells which entries of `module` stand for damaged masters."""
-        unknown = [name for name in stored if name not in (first.module or {})]
-        if unknown:
-            _refuse(
-                self.folder,
-                f"its state_dict renames parameters ({first.shard.name} has no {unknown[0]!r}), "
-                "and with damaged masters nothing tells all names",
-            )
 
     def _short(self, text: str) -> str:
         """Name files without their folders: the manifest is the same wherever they lie."""
@@ -213,7 +201,7 @@ class _Salvage:
         self.problems.raise_if_any(f"{self.folder.path}: what is left contradicts itself")
         template = ordered[0]
         if template.rounds:
-            _refuse(self.folder, "was written by the stage-1 optimizer of before DeepSpeed 0.4")
+            refuse(self.folder, "was written by the stage-1 optimizer of before DeepSpeed 0.4")
         if len(ordered) == template.num_ranks:
             return ordered
         sizes, by_rank = self._sizes(first, ordered), {s.shard.dp_rank or 0: s for s in ordered}
@@ -261,7 +249,7 @@ class _Salvage:
             if len(choices) != 1:
                 self._lose_group(ordered, index)
             size = min(choices, default=-(-need // ranks))
-            sizes.append({rank: _cut_part(size, need, rank) for rank in range(ranks)})
+            sizes.append({rank: cut_part(size, need, rank) for rank in range(ranks)})
         return sizes
 
     def _lose_group(self, ordered: Sequence[OptimState], index: int) -> None:
@@ -333,94 +321,3 @@ class _Salvage:
             for name, why in self.unreadable.items()
             if name not in needed
         ]
-
-
-def _was_partitioned(model: ModelState) -> bool:
-    return model.param_shapes is not None or (model.zero_stage or 0) > 0
-
-
-def possible_parts(need_numel: int, ranks: int, held: Mapping[int, int]) -> set[int]:
-    """Give the sizes that every rank's part of a flat group may have had.
-
-    Args:
-        need_numel: Where the group's last tensor ends.
-        ranks: Ranks.
-        held: Elements that the ranks have whose files are there; padding may be cut off.
-
-    Returns:
-        Elements of a part; several where the files do not tell.
-    """
-    last = ranks - 1
-    choices = {*held.values(), *(-(-need_numel // (a * ranks)) * a for a in _ALIGNMENTS)}
-    if held.keys() == {last} and last:
-        choices.add(-(-(need_numel - held[last]) // last))
-    return {
-        size
-        for size in choices
-        if 0 <= size * ranks - need_numel <= _MAX_PADDING_PER_RANK_NUMEL * ranks
-        and all(numel in (size, _cut_part(size, need_numel, rank)) for rank, numel in held.items())
-    }
-
-
-def _cut_part(size_numel: int, need_numel: int, rank: int) -> int:
-    """Give a rank's part with the padding cut off."""
-    return min(max(need_numel - rank * size_numel, 0), size_numel)
-
-
-class _Assembly(Assembly):
-    """Puts a checkpoint together in which some places are damaged."""
-
-    def __init__(
-        self,
-        salvage: _Salvage,
-        damages: Damages,
-        first: ModelState,
-        optims: Sequence[OptimState],
-        models: dict[int, ModelState],
-    ) -> None:
-        super().__init__(salvage.folder, first, optims, salvage.run, salvage.request)
-        self._salvage, self._damages, self._models = salvage, damages, models
-
-    def _stage0(self) -> dict[str, Source]:
-        if not _was_partitioned(self.model):
-            return super()._stage0()
-        if self.model.shard.dp_rank is not None:
-            raise CheckpointError(
-                f"{self.folder.path}: no optimizer states are left that can be read; under ZeRO-3 "
-                "the weights are in no other file, and nothing can be salvaged"
-            )
-        self.stage, self.ranks = self.model.zero_stage or 1, self.model.dp_world_size or 1
-        module = self.model.module or {}
-        shapes = {n: s for group in self.model.param_shapes or () for n, s in group.items()}
-        self._salvage.check_names(self.model, shapes)
-        for name, shape in shapes.items():
-            kind = module[name].span.dtype.name
-            why = f"all optimizer states are gone; written from `module` ({kind})"
-            what: Literal["other copy", "lower precision"]
-            what = "other copy" if kind == "float32" else "lower precision"
-            self._salvage.lost[name] = Loss(what, why, math.prod(shape), 0)
-        return {}
-
-    def _other_models(self) -> dict[int, ModelState]:
-        # All of them have been read already.
-        steps = {}
-        for state in self._models.values():
-            if state is not self.model and not self._damages.touches(state.shard.name):
-                steps[state.shard.name] = state.global_steps
-                census.check_tensors(self.folder, self.model, state, self.problems)
-        census.check_steps(self.folder, self.model, steps, self.problems)
-        return {0: self.model} | self._models
-
-    def _hear_witness(
-        self, groups: tuple[FlatGroup, ...], partitions: Mapping[str, Source]
-    ) -> None:
-        fragments = Fragments(groups)
-        module = self.model.module or {}
-        intact = {
-            name: source
-            for name, source in partitions.items()
-            if self._damages.in_source(source, fragments)[0] is None
-            and name in module
-            and self._damages.in_source(own_source(module[name].span), fragments)[0] is None
-        }
-        super()._hear_witness(groups, intact)
