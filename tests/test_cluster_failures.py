@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from dist_consolidate import cli
+from tests.faults import fill_disk, strike
 from tests.synthetic import Param, Spec, write
-from tests.test_failures import assert_refused, fill_disk, leftovers, published, strike
+from tests.test_failures import assert_refused, leftovers, published
 from tests.torchrun import Ended, messages, run_python, show, start_ranks
 
 pytestmark = pytest.mark.dist

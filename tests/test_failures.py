@@ -23,6 +23,7 @@ import pytest
 
 from dist_consolidate import cli, consolidate
 from tests.cases import assert_same_bits, load_output
+from tests.faults import at_opening_of_a_shard, fill_disk, strike
 from tests.special import save_as
 from tests.synthetic import Param, Spec, Truth, write
 from tests.torchrun import MESSAGE, Ended, messages, run_python, run_ranks, show, start_ranks
@@ -420,7 +421,7 @@ def prepare_fault(kind: str, count: int) -> None:
         number = signal.SIGKILL if kind == "kill" else signal.Signals[kind]
         strike(os, "preadv", count, lambda *_: os.kill(os.getpid(), number))
     elif kind == "kill_planning":
-        sys.addaudithook(die_on_opening_a_shard)
+        at_opening_of_a_shard(lambda: os.kill(os.getpid(), signal.SIGKILL))
     elif kind == "disk_full":
         strike(os, "pwrite", count, fill_disk)
     elif kind == "file_size":
@@ -431,40 +432,10 @@ def prepare_fault(kind: str, count: int) -> None:
         raise AssertionError(kind)
 
 
-def strike(owner: Any, name: str, count: int, happen: Callable[..., None]) -> None:
-    """Let something happen before every call of a function from a certain one on.
-
-    Args:
-        owner: A module.
-        name: The function in it.
-        count: Calls that go well.
-        happen: Is given the function's arguments.
-    """
-    real, calls = getattr(owner, name), iter(range(sys.maxsize))
-
-    def struck(*arguments: Any) -> Any:
-        if next(calls) >= count:
-            happen(*arguments)
-        return real(*arguments)
-
-    setattr(owner, name, struck)
-
-
 def truncate(descriptor: int, _buffers: object, offset_bytes: int) -> None:
     """Cut the shard that is to be read three bytes behind where the read begins."""
     path = Path(f"/proc/self/fd/{descriptor}")
     os.truncate(path, min(path.stat().st_size, offset_bytes + 3))
-
-
-def die_on_opening_a_shard(event: str, arguments: tuple[Any, ...]) -> None:
-    """Die as soon as this process opens a rank's optimizer states (an audit hook)."""
-    if event == "open" and str(arguments[0]).endswith("optim_states.pt"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fill_disk(*_: object) -> None:
-    """Fail as a write to a full disk does."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 if __name__ == "__main__":
