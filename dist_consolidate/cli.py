@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _allow_many_files()
     launched = _launched(options.launcher, launched)
     leads = launched.rank == 0
-    watch = Watch(launched.rank, options.timeout_sec, lambda error: _tell(error, launched, watch))
+    watch = Watch(
+        launched.rank, options.timeout_sec, lambda error: _tell(error, launched, watch.advice)
+    )
     # A batch system's request to stop ends the program in order: nothing half-written is left.
     with watch:
         try:
@@ -89,7 +91,7 @@ def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Laun
         return otherwise or Launched()
 
 
-def _tell(error: Exception, launched: Launched, watch: Watch) -> None:
+def _tell(error: Exception, launched: Launched, advice: Callable[[], str] | None = None) -> None:
     """Say what went wrong, to people and to torchrun: once, where all ranks know the same."""
     known = isinstance(error, ConsolidateError)
     text = str(error) if known else "".join(traceback.format_exception(error))
@@ -99,9 +101,9 @@ def _tell(error: Exception, launched: Launched, watch: Watch) -> None:
     silent = isinstance(error, ConsolidateError) and error.silent
     if not silent and (launched.rank == 0 or not (shared or local)):
         print(f"dist-consolidate: error: {text}", file=sys.stderr, flush=True)
-        advice = "" if watch.advice is None else watch.advice()
-        if advice:
-            print(f"dist-consolidate: note: {advice}", file=sys.stderr, flush=True)
+        more = "" if advice is None else advice()
+        if more:
+            print(f"dist-consolidate: note: {more}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and launched.launcher == "torchrun":
         # torchrun ends with a summary of its own, of the rank that ended first, whichever that

@@ -16,7 +16,13 @@ from dist_consolidate.likeness import check_alike
 from dist_consolidate.moving import Moving, make_moving
 from dist_consolidate.options import Options
 from dist_consolidate.output.crc import CrcLedger
-from dist_consolidate.output.index import MANIFEST_NAME, index_file_name, index_json
+from dist_consolidate.output.index import (
+    MANIFEST_NAME,
+    STATES_FOLDER,
+    index_file_name,
+    index_json,
+    is_entry_point,
+)
 from dist_consolidate.output.layout import FileLayout, layout_for
 from dist_consolidate.output.manifest import manifest_json
 from dist_consolidate.output.publish import (
@@ -165,13 +171,18 @@ class _Run:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All files of the result; the ones that loaders look for first come last."""
-        weights = tuple(file.name for file in self.plan.files)
-        return (*weights, *self.last)
+        """All files of the result."""
+        weights = (file.name for file in self.plan.files)
+        return tuple(dict.fromkeys((*weights, MANIFEST_NAME, *self._indexes())))
 
     @property
     def last(self) -> tuple[str, ...]:
-        return (MANIFEST_NAME, *self._indexes())
+        """What is put in place after all others: the weights' entry point comes last."""
+        entries = [file.name for file in self.plan.files if is_entry_point(file.name)]
+        entries += self._indexes()
+        ordered = sorted(entries, key=lambda name: STATES_FOLDER not in name)
+        num_states = sum(STATES_FOLDER in name for name in ordered)
+        return (*ordered[:num_states], MANIFEST_NAME, *ordered[num_states:])
 
     def _indexes(self) -> dict[str, list[OutputFile]]:
         """Give the indexes to write, the weights' last, each with the files it lists."""

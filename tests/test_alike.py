@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dist_consolidate import UsageError, cli, consolidate
 from dist_consolidate.output import publish
+from dist_consolidate.output.lock import take
 from tests.cases import assert_same_bits, load_output
 from tests.synthetic import Param, Spec, Truth, write
 from tests.torchrun import messages, run_python, show, start_ranks
@@ -42,12 +43,11 @@ def test_another_run_at_the_same_output_is_left_alone(truth: Truth, tmp_path: Pa
     out = tmp_path / "out"
     work = tmp_path / ".out.consolidating-0123abcd-1"
     work.mkdir()
-    descriptor = os.open(work, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    lock = take(tmp_path / ".out.consolidating.lock", out)
     with pytest.raises(UsageError, match="another run is writing"):
         consolidate(truth.tag_dir.parent, out)
     assert work.is_dir()
-    os.close(descriptor)
+    lock.release()
     consolidate(truth.tag_dir.parent, out)
     assert_same_bits(load_output(out), truth.fp32)
     assert not work.exists()
@@ -66,11 +66,12 @@ def test_a_signal_while_publishing_loses_no_result(at: int, truth: Truth, tmp_pa
     assert not [path for path in tmp_path.rglob("*consolidating*")]
 
 
-def test_a_signal_after_the_work_folder_was_made_leaves_nothing(
-    truth: Truth, tmp_path: Path
+@pytest.mark.parametrize("moment", ["locked", "prepared"])
+def test_a_signal_after_something_was_made_leaves_nothing(
+    moment: str, truth: Truth, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    ended = run_python(["-m", MODULE, "prepared", truth.tag_dir.parent, out])
+    ended = run_python(["-m", MODULE, moment, truth.tag_dir.parent, out])
     assert ended.returncode == 143, ended
     assert not list(tmp_path.iterdir())
 
@@ -80,15 +81,18 @@ def main(arguments: Sequence[str]) -> int:
     how, *rest = arguments
     if how == "unlike":
         return cli.main([*rest, "--bucket-size", f"100{1 - int(os.environ['RANK'])}"])
+    if how == "locked":
+        publish.refuse_if_held = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        return cli.main(rest)
     if how == "prepared":
-        real_lock = publish._lock
+        real_mkdir = Path.mkdir
 
-        def lock(folder: Path) -> int:
-            descriptor = real_lock(folder)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return descriptor
+        def mkdir(self: Path, *arguments: Any, **options: Any) -> None:
+            real_mkdir(self, *arguments, **options)
+            if self.name == "result":
+                os.kill(os.getpid(), signal.SIGTERM)
 
-        publish._lock = lock
+        Path.mkdir = mkdir  # type: ignore[method-assign]
         return cli.main(rest)
     left = int(how.removeprefix("term"))
     real_rename = Path.rename

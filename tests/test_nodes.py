@@ -410,7 +410,7 @@ def test_a_lost_node_ends_all_others(how: str, disks: Disks, cluster: list[Node]
     running = start_steps(cluster, 1, ["-m", "dist_consolidate", *arguments])
     deadline = time.monotonic() + 60
     work = disks.of("node-a") / "out"
-    while not (work.is_dir() and list(work.glob(".x.consolidating-*/*.safetensors"))):
+    while not (work.is_dir() and list(work.glob(".x.consolidating-*/result/*.safetensors"))):
         assert time.monotonic() < deadline, "no output was begun"
         time.sleep(0.05)
     before = cluster[2].num_bytes_sent()

@@ -23,10 +23,12 @@ STATES_FOLDER = "optimizer_states"
 _STATE = rf"{STATES_FOLDER}/\w+"
 _WEIGHT_FILE = re.compile(
     "|".join(
-        rf"{stem}({_SHARD}\.{suffix}|\.{suffix}\.index\.json)"
+        rf"{stem}(?:{_SHARD}\.{suffix}|\.{suffix}\.index\.json)"
         for stem, suffix in (*_STEMS.values(), (_STATE, "safetensors"), (_STATE, "bin"))
     )
 )
+# One for each stem and format: what stands in the names of a file of several.
+_SHARD_GROUPS = range(1, _WEIGHT_FILE.groups + 1)
 
 
 def _stem_and_suffix(file_format: str, state: str) -> tuple[str, str]:
@@ -101,9 +103,14 @@ def index_json(files: Sequence[OutputFile]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 
-def is_index_file(name: str) -> bool:
-    """Tell whether a name is that of an index, in either format."""
-    return _WEIGHT_FILE.fullmatch(name) is not None and name.endswith(".index.json")
+def is_entry_point(name: str) -> bool:
+    """Tell whether loaders look for a name first: that of an index, or of a file that needs none.
+
+    Args:
+        name: A file's path inside the output folder.
+    """
+    known = _WEIGHT_FILE.fullmatch(name)
+    return known is not None and not any(known[group] for group in _SHARD_GROUPS)
 
 
 def is_weight_file(name: str) -> bool:

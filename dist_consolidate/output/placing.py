@@ -14,22 +14,23 @@ from dist_consolidate.output import work
 from dist_consolidate.output.index import (
     MANIFEST_NAME,
     STATES_FOLDER,
-    is_index_file,
+    is_entry_point,
     is_weight_file,
 )
 from dist_consolidate.output.work import sync
 
 
 def remove_stale(output_dir: Path, file_names: Sequence[str]) -> None:
-    """Remove an old result, but for the files that are replaced.
+    """Remove an old result, but for the files that are replaced and that no loader looks for first.
 
     Args:
         output_dir: The output folder.
         file_names: The new result's files.
     """
     old_names = _weight_names(output_dir)
-    # Without index or manifest nobody takes a mixture of old and new files for a result.
-    entry_points = [n for n in old_names if is_index_file(n) or n == MANIFEST_NAME]
+    # Without them nobody takes a mixture of old and new files for a result; the weights' go first.
+    entry_points = [n for n in old_names if is_entry_point(n) or n == MANIFEST_NAME]
+    entry_points.sort(key=lambda n: (STATES_FOLDER in n, n == MANIFEST_NAME))
     stale = [n for n in old_names if n not in (*file_names, *entry_points)]
     for group in (entry_points, stale):
         for name in group:

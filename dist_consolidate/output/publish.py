@@ -134,13 +134,15 @@ class Publication:
     def publish(self, last: Sequence[str] = ()) -> None:
         """Put the finished result in place.
 
-        In an existing folder, first the old index and manifest go, then old weight files that the
-        result does not replace, then the new files come. Should that fail half-way, the new files
-        move back to the work folder; should this process be killed, the next run for the same
-        output ends it. On file systems shared by hosts, each writer must have synced what it wrote.
+        In an existing folder, first go the old index (or the file that needs none) and the
+        manifest, then old weight files that the result does not replace, then the new files come.
+        Should that fail half-way, the new files move back to the work folder; should this process
+        be killed, the next run for the same output ends it. On file systems shared by hosts, each
+        writer must have synced what it wrote.
 
         Args:
-            last: Names to rename after all others, in this order: manifest, then index.
+            last: Names to rename after all others, in this order: manifest, then what loaders look
+                for first.
 
         Raises:
             ConsolidateError: If the work folder does not hold exactly ``file_names``.

@@ -14,7 +14,7 @@ from dist_consolidate.output.index import (
     MANIFEST_NAME,
     index_file_name,
     index_json,
-    is_index_file,
+    is_entry_point,
     is_weight_file,
     shard_file_names,
 )
@@ -97,7 +97,7 @@ def test_the_index_is_ascii_under_the_name_the_hub_uses():
 )
 def test_weight_files(name):
     assert is_weight_file(name)
-    assert is_index_file(name) == name.endswith(".index.json")
+    assert is_entry_point(name) == ("-of-" not in name and name != "consolidation.json")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_weight_files(name):
 )
 def test_other_files(name):
     assert not is_weight_file(name)
-    assert not is_index_file(name)
+    assert not is_entry_point(name)
 
 
 def test_manifest_bytes_are_sorted_and_repeatable():

@@ -47,7 +47,9 @@ def new_content(name):
 
 
 def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    """All files that are seen; hidden are a lock and work folders."""
+    files = (path for path in folder.iterdir() if path.is_file())
+    return {path.name: path.read_bytes() for path in files if path.name[0] != "."}
 
 
 def names(folder):
@@ -66,7 +68,7 @@ NEW = {name: new_content(name) for name in NAMES}
 def test_a_new_folder_appears_in_one_step(tmp_path):
     out = tmp_path / "deep" / "out"
     publication = prepare(out, NAMES, "t1")
-    assert publication.work_dir == tmp_path / "deep" / ".out.consolidating-t1"
+    assert publication.home == tmp_path / "deep" / ".out.consolidating-t1"
     assert publication.is_new_folder
     fill(publication)
     assert not out.exists()
@@ -82,7 +84,7 @@ def test_an_existing_folder_is_kept(tmp_path, others):
     out.chmod(0o750)
     inode = out.stat().st_ino
     publication = prepare(out, NAMES, "t1")
-    assert publication.work_dir == out / ".out.consolidating-t1"
+    assert publication.home == out / ".out.consolidating-t1"
     fill(publication)
     assert content(out) == others
     publication.publish(LAST)
@@ -127,19 +129,23 @@ def test_order_of_changes(tmp_path, monkeypatch, overwritten):
     monkeypatch.setattr(os, "unlink", noted("unlink", unlink))
     monkeypatch.setattr(os, "fsync", synced)
     publication.publish(LAST)
-    removed = [("unlink", name) for name in ("consolidation.json", INDEX)]
-    removed.append(("unlink", "pytorch_model.bin.index.json"))
+    first = (INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", "consolidation.json")
+    removed = [("unlink", name) for name in first]
     assert steps == [
         *(("sync", name) for name in NAMES),
+        ("sync", "result"),
+        ("sync", "publishing.json"),
         ("sync", ".out.consolidating-t1"),
         *(removed if overwritten else []),
         ("sync", "out"),
-        *([("unlink", "pytorch_model.bin")] if overwritten else []),
         ("sync", "out"),
         *(("rename", name) for name in SHARDS),
         ("sync", "out"),
         *(("rename", name) for name in LAST),
         ("sync", "out"),
+        ("unlink", "identity.json"),
+        ("unlink", "publishing.json"),
+        ("unlink", ".out.consolidating.lock"),
     ]
 
 
@@ -229,11 +235,12 @@ def test_leftovers_of_dead_runs_are_removed_and_nothing_else(tmp_path, exists):
         put(out / ".o+t.consolidating-t1", {"model.safetensors": b""})
     publication = prepare(out, NAMES, "t1")
     assert list(publication.work_dir.iterdir()) == []
-    assert publication.work_dir.parent == (out if exists else tmp_path)
+    assert publication.home.parent == (out if exists else tmp_path)
     kept = {*others, "target", ".o+t.consolidating-link"}
-    assert set(names(tmp_path)) - {"o+t", publication.work_dir.name} == kept
+    mine = {publication.home.name, ".o+t.consolidating.lock"}
+    assert set(names(tmp_path)) - {"o+t", *mine} == kept
     if exists:
-        assert names(out) == sorted([*MINE, publication.work_dir.name])
+        assert set(names(out)) == {*MINE, *mine}
 
 
 @pytest.mark.parametrize("exists", [False, True])
