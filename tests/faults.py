@@ -33,7 +33,8 @@ class Fault:
     """What happens, where.
 
     Attributes:
-        kind: ``kill``, ``term``, ``stop`` or ``raise``; ``none`` to count the calls that go well.
+        kind: ``kill``, ``term``, ``stop`` or ``raise``; ``none`` to count the calls that go well;
+            ``slow`` to let every read and write last longer, by ``count`` milliseconds.
         place: ``planning`` (a shard's metadata is opened), ``read`` or ``write`` (a call on
             weights), ``sync`` (a written file's), ``rename`` (a file of the result into place, for
             the first time), or ``placed`` (the sync after that).
@@ -129,7 +130,10 @@ def main(arguments: Sequence[str]) -> int:
     fault, rank = Fault(**json.loads(os.environ[FAULT])), int(os.environ.get("RANK", "0"))
     if fault.kind == "none":
         return _counted(fault, rank, arguments)
-    if rank == fault.pacer:
+    if fault.kind == "slow":
+        for name in ("preadv", "pwrite"):
+            strike(os, name, 0, lambda *_: time.sleep(fault.count / 1000))
+    elif rank == fault.pacer:
         happens = _happen if fault.victim == rank else _make_happen
         _prepare(fault.place, fault.count, once(lambda: happens(fault)))
     elif rank == fault.victim:

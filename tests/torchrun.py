@@ -155,7 +155,6 @@ def start_ranks(
     module: str = "dist_consolidate",
     timeout_sec: float = TIMEOUT_SEC,
     env: Mapping[str, str] | None = None,
-    killed_last: int | None = None,
 ) -> list[Ended]:
     """Start each rank as torchrun would, but let each come to its own end.
 
@@ -167,7 +166,6 @@ def start_ranks(
         module: What to run with ``-m``.
         timeout_sec: After this, counted for all together, they are killed and the test fails.
         env: Variables to set on top of the usual ones.
-        killed_last: A rank that will not end by itself: it is killed once all others have ended.
 
     Returns:
         How each rank ended, in rank order.
@@ -177,13 +175,10 @@ def start_ranks(
     """
     with running_ranks(num_ranks, arguments, module=module, env=env) as ranks:
         deadline = time.monotonic() + timeout_sec
-        awaited = [rank for number, rank in enumerate(ranks) if number != killed_last]
-        if not all([rank.ends_before(deadline) for rank in awaited]):
+        if not all([rank.ends_before(deadline) for rank in ranks]):
             for rank in ranks:
                 rank.kill()
             raise AssertionError(f"took too long: {show([rank.ended() for rank in ranks])}")
-        if killed_last is not None:
-            ranks[killed_last].kill()
         return [rank.ended() for rank in ranks]
 
 

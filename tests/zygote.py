@@ -265,7 +265,7 @@ def _be(request: Mapping[str, Any]) -> None:
                 thread.join()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - shown as the interpreter would
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):

@@ -89,6 +89,22 @@ def move_files(work_dir: Path, output_dir: Path, marker: work.Marker) -> None:
         raise
 
 
+def move_folder(work_dir: Path, output_dir: Path) -> None:
+    """Rename a result to an output folder that is not there; if it does not last, back again.
+
+    Args:
+        work_dir: The result.
+        output_dir: Its new name.
+    """
+    work_dir.rename(output_dir)
+    try:
+        sync(output_dir.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            output_dir.rename(work_dir)
+        raise
+
+
 def end_publishing(output_dir: Path, home: Path, marker: work.Marker) -> bool:
     """Put in place what a run that was killed meanwhile had left half in place.
 

@@ -31,6 +31,7 @@ from dist_consolidate.output.placing import (
     folders_of,
     mark,
     move_files,
+    move_folder,
     remove_stale,
 )
 from dist_consolidate.output.work import sync
@@ -175,12 +176,11 @@ class Publication:
                 return
             if self.may_resume:  # or else nobody would ask whether this very result is in place
                 work.write_marker(self.home, marker)
-            self.work_dir.rename(self.output_dir)
+            move_folder(self.work_dir, self.output_dir)
         except BaseException:
             with contextlib.suppress(OSError):
                 work.remove_marker(self.home)
             raise
-        sync(self.output_dir.parent)
 
     def abandon(self) -> None:
         """Remove the work folder as far as possible; nothing in it is published any more."""
@@ -243,7 +243,7 @@ def prepare(
     assert re.fullmatch(work.TOKEN, token), f"{token!r} is no token"
     assert folders_of(file_names) <= {STATES_FOLDER}, "a file name holds a folder"
     output_dir = _resolved(output_dir)
-    if not any(work.read_marker(home) for home in work.find_leftovers(output_dir)):
+    if not any(work.is_over(home) for home in work.find_leftovers(output_dir)):
         check_output(output_dir, file_names, overwrite=overwrite)
     with _explained(output_dir):
         with Doing("making a folder at", output_dir):
@@ -323,6 +323,8 @@ class _Preparing:
         is_mine = False
         for home in work.find_leftovers(self._output_dir):
             marker, found = work.read_marker(home), work.read_identity(home)
+            if marker is None and work.is_over(home):
+                work.remove_work(home)
             if marker is None or not end_publishing(self._output_dir, home, marker):
                 continue
             self._notes.append(

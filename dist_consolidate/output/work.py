@@ -139,6 +139,11 @@ def read_marker(home: Path) -> Marker | None:
     return Marker(tuple(found["first"]), tuple(found["last"]), found["old"], found["new"])
 
 
+def is_over(home: Path) -> bool:
+    """Tell whether the run that left a work folder was publishing, or had published already."""
+    return read_marker(home) is not None or not (home / RESULT).exists()
+
+
 def remove_marker(home: Path) -> None:
     """Take the note back."""
     (home / _MARKER).unlink(missing_ok=True)

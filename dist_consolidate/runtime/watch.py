@@ -71,6 +71,7 @@ class Watch:
         self._arrived = threading.Event()
         self._telling = threading.Lock()
         self._told = self._leaving = self._raised = self._ended = self._finished = False
+        self._clearing = False
         self._deadline: tuple[float, int] | None = None
         self._line: Line | None = None
         self._hub: Hub | None = None
@@ -199,6 +200,10 @@ class Watch:
         if hub is not None:
             hub.stop()
 
+    def clear_up(self) -> None:
+        """Note that the main thread clears up: it must not be asked to stop in the middle of it."""
+        self._clearing = True
+
     def finish(self) -> None:
         """Note that the result is in place: from now on nobody's end undoes that."""
         self._finished = self._leaving = True
@@ -207,7 +212,7 @@ class Watch:
         # Half of the files renamed would be neither the old result nor the new one.
         if doing.is_publishing(self._timeout_sec):
             return
-        if not (self._raised or self._leaving):
+        if not (self._raised or self._leaving or self._clearing):
             self._raised = True
             raise Stopped
 
@@ -275,7 +280,8 @@ class Watch:
                 self._line = None
             elif "verdict" in message:
                 text, code = str(message["verdict"]), int(message["code"])
-                self._decide(Verdict(text, code, self._rank == 0))
+                is_mine = self._rank == 0 and not message.get("told")
+                self._decide(Verdict(text, code, is_mine))
 
     def _look_after_hub(self, elapsed: float) -> None:
         self._hub_silent_sec += elapsed
@@ -284,7 +290,11 @@ class Watch:
 
     def _lose_hub(self, text: str) -> None:
         """Rank 0 is gone, and cannot tell anybody: on each host one rank does."""
-        self._line = None
+        line, self._line = self._line, None
+        text = f"{named_ranks([0], self._hosts)}: {text}"
+        if line is not None:
+            # Should it wake up, it finds out that the others did not end for no reason.
+            line.send({"deserts": text})
         claim = socket.socket(socket.AF_UNIX)
         try:
             claim.bind(f"\0dist-consolidate-{self._token}")
@@ -292,7 +302,7 @@ class Watch:
         except OSError:
             claim.close()
             is_mine = False
-        self._decide(Verdict(f"{named_ranks([0], self._hosts)}: {text}", 1, is_mine))
+        self._decide(Verdict(text, 1, is_mine))
 
     def _look_after_files(self, elapsed: float) -> None:
         for item in doing.under_way():
@@ -314,7 +324,7 @@ class Watch:
             return
         self.verdict = verdict
         self._arrived.set()
-        if not self._leaving and not self._raised and self._before:
+        if not (self._leaving or self._clearing or self._raised) and self._before:
             _thread.interrupt_main(signal.SIGTERM)
         self._hasten(verdict.code)
 
@@ -332,6 +342,8 @@ class Watch:
         if self._finished:
             # The main thread has some seconds to leave the others.
             if time.monotonic() > self._deadline[0] + _LEAVING_SEC:
+                if self.verdict is not None:
+                    self._say_at_last(f"the result is in place, but then: {self.verdict.text}")
                 os._exit(0)
             return
         helper = threading.Thread(target=self._last_things, daemon=True)
@@ -347,6 +359,13 @@ class Watch:
             self._telling.release()
         if self.clean_up is not None:
             self.clean_up()
+
+    def _say_at_last(self, text: str) -> None:
+        if self._telling.acquire(timeout=1):
+            if not self._told and self._say is not None:
+                self._told = True
+                self._say(RankError(text, 0))
+            self._telling.release()
 
 
 def _longest() -> str:
