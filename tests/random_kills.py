@@ -32,6 +32,7 @@ RESULTS: dict[str, Sequence[str]] = {
 # So slow that most kills come while bytes move; so patient that ranks which never meet end soon.
 MAX_KILLS, BOUND_SEC, NAP_MSEC = 4, 60.0, 12
 PATIENCE = ["--rendezvous-timeout", "10s"]
+WRITING = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +74,30 @@ class Kills:
             arguments = [self.ckpts[name], out, *RESULTS[result]]
             assert cli.main([str(argument) for argument in arguments]) == 0
             self.wants[name, result] = contents(out)
-        # One run to learn how long the others can be expected to last.
-        began = time.monotonic()
+        # How long the last unbroken run took until it wrote, and from then on.
+        self.planning_sec, self.moving_sec = 0.5, 0.5
         name, result = self.kinds[0]
-        ended = self._run(2, [self.ckpts[name], folder / "timed", *RESULTS[result]], None)
+        arguments = [self.ckpts[name], *RESULTS[result], "--resume"]
+        ended = self._run(2, folder / "timed" / "out", arguments, None)
         assert ended[0].returncode == 0, show(ended)
-        self.run_sec = time.monotonic() - began
 
     def _run(
         self,
         num_ranks: int,
+        out: Path,
         arguments: Sequence[str | Path],
         kill: tuple[float, Sequence[int]] | None,
     ) -> list[Ended]:
-        """Run; after a time kill some ranks, and see that all others end."""
+        """Run; after a time kill some ranks, and see that all others end.
+
+        Args:
+            num_ranks: Ranks.
+            out: The output folder.
+            arguments: What else there is to say, the checkpoint first.
+            kill: When, as a part of the whole (up to ``WRITING`` it has not begun to write), and
+                which ranks.
+        """
+        arguments = [arguments[0], out, *arguments[1:]]
         with running_ranks(
             num_ranks,
             arguments,
@@ -94,13 +105,24 @@ class Kills:
             env=Fault("slow", count=NAP_MSEC).to_env(),
             start=self.start,
         ) as ranks:
-            deadline = time.monotonic() + BOUND_SEC
+            began = time.monotonic()
+            deadline = began + BOUND_SEC
+            if kill is None or kill[0] > WRITING:
+                while not _is_begun(out) and not ranks[0].has_ended():
+                    assert time.monotonic() < deadline, "nothing is written"
+                    time.sleep(0.005)
+                begun = time.monotonic()
             if kill is not None:
-                after_sec, victims = kill
-                time.sleep(after_sec)
+                when, victims = kill
+                sec, part = self.planning_sec, when / WRITING
+                if when > WRITING:
+                    sec, part = self.moving_sec, (when - WRITING) / (1 - WRITING)
+                time.sleep(sec * part)
                 for victim in victims:
                     ranks[victim].send_signal(signal.SIGKILL)
             done = [rank.ends_before(deadline) for rank in ranks]
+            if kill is None:
+                self.planning_sec, self.moving_sec = begun - began, time.monotonic() - begun
             ended = end_all(ranks)
         assert all(done), f"took too long: {show(ended)}"
         assert "Traceback" not in show(ended), show(ended)
@@ -125,17 +147,17 @@ class Kills:
         for _ in range(choose.randint(1, MAX_KILLS)):
             num_ranks = choose.choice([1, 2, 2, 3])
             victims = choose.sample(range(num_ranks), choose.choice([1, num_ranks]))
-            arguments = self._arguments(choose, name, result, place / "out", is_old=is_old)
-            kill = (choose.uniform(0.1, 1.1) * self.run_sec, victims)
-            ended = self._run(num_ranks, arguments, kill)
+            arguments = self._arguments(choose, name, result, is_old=is_old)
+            kill = (choose.uniform(0.1, 1.05), victims)
+            ended = self._run(num_ranks, place / "out", arguments, kill)
             is_killed = any(rank.returncode == -signal.SIGKILL for rank in ended)
             state = _state(place / "out", want, old if is_old else {}, ended)
             states.append(state if is_killed else "done")
             if state == "new":
                 break
         num_ranks = choose.choice([1, 2])
-        arguments = self._arguments(choose, name, result, place / "out", is_old=is_old)
-        ended = self._run(num_ranks, arguments, None)
+        arguments = self._arguments(choose, name, result, is_old=is_old)
+        ended = self._run(num_ranks, place / "out", arguments, None)
         codes = {rank.returncode for rank in ended}
         if states[-1] in ("new", "done") and not is_old and codes == {2}:
             assert "holds weight files already" in show(ended), show(ended)
@@ -148,13 +170,19 @@ class Kills:
         return Survival(f"{name} {result}", tuple(states), resumed_bytes(ended))
 
     def _arguments(
-        self, choose: random.Random, name: str, result: str, out: Path, *, is_old: bool
+        self, choose: random.Random, name: str, result: str, *, is_old: bool
     ) -> list[str | Path]:
-        found: list[str | Path] = [self.ckpts[name], out, *RESULTS[result], *PATIENCE, "--resume"]
+        found: list[str | Path] = [self.ckpts[name], *RESULTS[result], *PATIENCE, "--resume"]
         found += ["--transport", choose.choice(["direct", "allgather", "gather"])]
         found += ["--writers", choose.choice(["1", "all"])]
         found += ["--bucket-size", choose.choice(["15KB", "25KB", "100KB"])]
         return found + ["--overwrite"] * is_old
+
+
+def _is_begun(out: Path) -> bool:
+    """Tell whether a run has made its work folder, or come further than that."""
+    homes = itertools.chain(out.parent.glob(".*consolidating-*"), out.glob(".*consolidating-*"))
+    return any(home.is_dir() for home in homes)
 
 
 def _state(out: Path, want: dict[str, bytes], old: dict[str, bytes], ended: Sequence[Ended]) -> str:

@@ -73,6 +73,9 @@ class Running(Protocol):
     def ends_before(self, deadline: float) -> bool:
         """Wait for its end until a time of the monotonic clock."""
 
+    def has_ended(self) -> bool:
+        """Tell whether it has ended."""
+
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
 
@@ -272,6 +275,10 @@ class _Process:
     def pid(self) -> int:
         """Its process."""
         return self._process.pid
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended."""
+        return self._process.poll() is not None
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""

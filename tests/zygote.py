@@ -47,7 +47,7 @@ class Forked:
         """Wait to be told of it."""
         self._files, self._started = files, time.monotonic()
         self.pid, self._returncode, self._duration_sec = 0, 0, math.nan
-        self.is_forked, self.has_ended = threading.Event(), threading.Event()
+        self.is_forked, self._end = threading.Event(), threading.Event()
 
     def tell(self, message: Mapping[str, int]) -> None:
         """Take what the process that forks says of it."""
@@ -57,25 +57,29 @@ class Forked:
         if "returncode" in message:
             self._returncode = message["returncode"]
             self._duration_sec = time.monotonic() - self._started
-            self.has_ended.set()
+            self._end.set()
 
     def ends_before(self, deadline: float) -> bool:
         """Wait for its end until a time of the monotonic clock."""
-        return self.has_ended.wait(max(deadline - time.monotonic(), 0.1))
+        return self._end.wait(max(deadline - time.monotonic(), 0.1))
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended."""
+        return self._end.is_set()
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
-        if not self.has_ended.is_set():
+        if not self.has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it and all of its session, if it still runs."""
-        if not self.has_ended.is_set():
+        if not self.has_ended():
             for pid in session_of(self.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.has_ended.wait(10)
+            self._end.wait(10)
 
     def ended(self) -> Ended:
         """Give how it ended, once it has."""
@@ -129,6 +133,8 @@ class Zygote:
         with self._lock:
             number = len(self._forked)
             files = tuple(Path(self._folder.name, f"{number}.{name}") for name in ("out", "err"))
+            for file in files:
+                file.touch()  # it may be killed before it can do that
             forked = self._forked[number] = Forked((files[0], files[1]))
             request = {
                 "number": number,

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from dist_consolidate.doing import Doing
 
 RESULT = "result"
 TOKEN = r"[A-Za-z0-9_-]+"
+_TRIES, _PAUSE_SEC = 5, 0.05
 _IDENTITY, _MARKER = "identity.json", "publishing.json"
 
 Identity = Mapping[str, Any]
@@ -69,7 +71,12 @@ def remove_work(home: Path) -> None:
     for name in (_IDENTITY, _MARKER):
         with contextlib.suppress(OSError):
             (home / name).unlink()
-    shutil.rmtree(home, ignore_errors=True)
+    # Other ranks may just be ending, and claim what they have written.
+    for _ in range(_TRIES):
+        shutil.rmtree(home, ignore_errors=True)
+        if not home.exists():
+            return
+        time.sleep(_PAUSE_SEC)
 
 
 def remove_lock_litter(output_dir: Path) -> None:

@@ -7,6 +7,7 @@ of the same kind, stands in the same message.
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Iterable, Sequence
 
 from dist_consolidate.units import format_duration, numbers_text
@@ -77,6 +78,15 @@ def stuck_text(timeout_sec: float, doing: str) -> str:
     return (
         f"{doing} has not ended for {format_duration(timeout_sec)} (--timeout): a disk or file "
         "system hangs"
+    )
+
+
+def unconnected_text(rank: int, timeout_sec: float) -> str:
+    """Say that the ranks have met, but did not all get connected."""
+    return (
+        f"rank {rank} (on {socket.gethostname()}): has met the others, but not all of them were "
+        f"connected within {format_duration(timeout_sec)} (--rendezvous-timeout): one was killed, "
+        "or its node or network is gone"
     )
 
 

@@ -25,7 +25,14 @@ from dist_consolidate import doing
 from dist_consolidate.errors import ConsolidateError, LostError, RankError
 from dist_consolidate.runtime.control import Control, describe, exit_code
 from dist_consolidate.runtime.hub import Hub, Line
-from dist_consolidate.runtime.roll import KILLED, Verdict, named_ranks, silent_text, stuck_text
+from dist_consolidate.runtime.roll import (
+    KILLED,
+    Verdict,
+    named_ranks,
+    silent_text,
+    stuck_text,
+    unconnected_text,
+)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # mpirun kills one second after SIGTERM. Renaming the files of a result gets longer.
@@ -72,6 +79,8 @@ class Watch:
         self._telling = threading.Lock()
         self._told = self._leaving = self._raised = self._ended = self._finished = False
         self._clearing = False
+        self._connecting_sec: float | None = None
+        self._may_connect_sec = 0.0
         self._deadline: tuple[float, int] | None = None
         self._line: Line | None = None
         self._hub: Hub | None = None
@@ -114,6 +123,17 @@ class Watch:
 
     # The main thread's side.
 
+    def connect_within(self, timeout_sec: float) -> None:
+        """Give the ranks, which have met, some time until all have joined.
+
+        A rank that is killed right then is waited for by the others inside gloo, each of whose
+        connections takes its own time, and nobody can tell yet who it is.
+
+        Args:
+            timeout_sec: How long.
+        """
+        self._may_connect_sec, self._connecting_sec = timeout_sec, 0.0
+
     def join(self, control: Control, address: str | None) -> bool:
         """Connect to rank 0's hub; every rank does.
 
@@ -141,7 +161,9 @@ class Watch:
             if line is not None:
                 line.close()
             self._stop_hub()
+            self._connecting_sec = None
             return False
+        self._connecting_sec = None
         self._hosts, self._token, self._line = control.hosts, where[2], line
         self._wake()
         return True
@@ -240,6 +262,7 @@ class Watch:
                     beaten = 0.0
                     line.send({"doing": _longest()})
             self._look_after_files(elapsed)
+            self._look_after_connecting(elapsed)
             if self._deadline and now > self._deadline[0] and not self._ended:
                 self._end(self._deadline[1])
 
@@ -312,6 +335,14 @@ class Watch:
                 self._send_failure("stuck", text, 1)
                 if self._line is None:
                     self._decide(Verdict(text, 1, is_mine_to_tell=True))
+
+    def _look_after_connecting(self, elapsed: float) -> None:
+        if self._connecting_sec is None or self._leaving:
+            return
+        self._connecting_sec += elapsed
+        if self._connecting_sec > self._may_connect_sec:
+            self._connecting_sec = None
+            self._decide(Verdict(unconnected_text(self._rank, self._may_connect_sec), 1, True))
 
     def _send_failure(self, kind: str, text: str, code: int) -> None:
         line = self._line
