@@ -97,7 +97,7 @@ class Kills:
             kill: When, as a part of the whole (up to ``WRITING`` it has not begun to write), and
                 which ranks.
         """
-        arguments = [arguments[0], out, *arguments[1:]]
+        arguments, before = [arguments[0], out, *arguments[1:]], _homes(out)
         with running_ranks(
             num_ranks,
             arguments,
@@ -108,7 +108,7 @@ class Kills:
             began = time.monotonic()
             deadline = began + BOUND_SEC
             if kill is None or kill[0] > WRITING:
-                while not _is_begun(out) and not ranks[0].has_ended():
+                while _homes(out) <= before and not ranks[0].has_ended():
                     assert time.monotonic() < deadline, "nothing is written"
                     time.sleep(0.005)
                 begun = time.monotonic()
@@ -179,10 +179,10 @@ class Kills:
         return found + ["--overwrite"] * is_old
 
 
-def _is_begun(out: Path) -> bool:
-    """Tell whether a run has made its work folder, or come further than that."""
+def _homes(out: Path) -> set[Path]:
+    """Give the work folders; one that a run takes over gets a new name."""
     homes = itertools.chain(out.parent.glob(".*consolidating-*"), out.glob(".*consolidating-*"))
-    return any(home.is_dir() for home in homes)
+    return {home for home in homes if home.is_dir()}
 
 
 def _state(out: Path, want: dict[str, bytes], old: dict[str, bytes], ended: Sequence[Ended]) -> str:
