@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate import cli
+from dist_consolidate.output.index import is_index_file
+from dist_consolidate.output.work import RESULT
 from dist_consolidate.runtime import journal
 
 FAULT = "CONSOLIDATE_TEST_FAULT"
-_CLAIM_BYTES, _CLAIM_SEC = 60_000, 0.1
+_CLAIM_BYTES, _CLAIM_SEC = 60_000, 0.05
 _ANSWER_SEC, _SETTLE_SEC = 20.0, 0.05
 
 
@@ -37,7 +39,7 @@ class Fault:
             ``slow`` to let every read and write last longer, by ``count`` milliseconds.
         place: ``planning`` (a shard's metadata is opened), ``read`` or ``write`` (a call on
             weights), ``sync`` (a written file's), ``rename`` (a file of the result into place, for
-            the first time), or ``placed`` (the sync after that).
+            the first time), or ``placed`` (the sync after the last time).
         count: At which read or write, counted from 0.
         victim: The rank that it happens to.
         pacer: The rank that comes by the place; where it is another one, it waits for the victim.
@@ -124,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    journal._CLAIM_BYTES, journal._CLAIM_SEC = _CLAIM_BYTES, _CLAIM_SEC
+    journal._CLAIM_BYTES, journal._CLAIM_SEC, journal._PAUSE_SEC = _CLAIM_BYTES, _CLAIM_SEC, 0.0
     if FAULT not in os.environ:
         return cli.main(arguments)
     fault, rank = Fault(**json.loads(os.environ[FAULT])), int(os.environ.get("RANK", "0"))
@@ -163,19 +165,30 @@ def _prepare(place: str, count: int, strikes: Callable[..., None]) -> None:
     """Let something happen at a place in the run."""
     if place == "planning":
         at_opening_of_a_shard(strikes)
+    elif place == "rename":
+        strike(os, "rename", 0, lambda source, _: strikes() if _is_of_result(source) else None)
     elif place == "placed":
         is_placed = threading.Event()
         real = os.rename
 
-        def rename(*arguments: Any) -> None:
-            real(*arguments)
-            is_placed.set()
+        def rename(source: Any, target: Any) -> None:
+            real(source, target)
+            # A new folder as a whole, or the last file of several.
+            if _is_of_result(source) and (
+                is_index_file(Path(target).name) or Path(target).is_dir()
+            ):
+                is_placed.set()
 
         os.rename = rename  # type: ignore[assignment]
         strike(os, "fsync", 0, lambda *_: strikes() if is_placed.is_set() else None)
     else:
-        name = {"read": "preadv", "write": "pwrite", "sync": "fsync", "rename": "rename"}[place]
+        name = {"read": "preadv", "write": "pwrite", "sync": "fsync"}[place]
         strike(os, name, count, strikes)
+
+
+def _is_of_result(path: Any) -> bool:
+    """Tell whether a path is that of a new file, or of the folder of all new files."""
+    return RESULT in Path(path).parts
 
 
 def _happen(fault: Fault) -> None:

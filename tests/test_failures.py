@@ -49,8 +49,8 @@ def published(out: Path) -> list[str]:
 
 
 def leftovers(out: Path) -> list[Path]:
-    """Work folders beside or in the output folder."""
-    return [p for at in (out.parent, out) if at.is_dir() for p in at.glob(".*consolidating-*")]
+    """Work folders and locks beside or in the output folder."""
+    return [p for at in (out.parent, out) if at.is_dir() for p in at.glob(".*consolidating*")]
 
 
 def assert_refused(ended: Sequence[Ended], code: int, out: Path) -> str:

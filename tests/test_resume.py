@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 from dist_consolidate import ConsolidateError, ResourceError, UsageError, cli, consolidate
+from dist_consolidate.output.work import identity_digest
 from dist_consolidate.report import Report
 from dist_consolidate.runtime import journal
 from tests.cases import assert_same_bits, load_output
@@ -60,12 +62,18 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Truth]:
 def _claims_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
     monkeypatch.setattr(journal, "_CLAIM_SEC", 0.01)
+    monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
     """Every file of a result."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def visible(folder: Path) -> dict[str, bytes]:
+    """Every file of a result that is not hidden."""
+    return {name: data for name, data in bytes_of(folder).items() if name[0] != "."}
 
 
 def left_by(out: Path) -> list[Path]:
@@ -107,7 +115,7 @@ def wait_for_claims(out: Path) -> None:
         for _ in range(1000 if path.is_dir() and (path / "identity.json").exists() else 0):
             if journal.has_claims(path):
                 return
-            journal.threading.Event().wait(0.005)  # type: ignore[attr-defined]
+            time.sleep(0.005)
 
 
 def resumed_note(report: Report) -> list[str]:
@@ -116,7 +124,7 @@ def resumed_note(report: Report) -> list[str]:
 
 SHAPES: Mapping[str, dict[str, Any]] = {
     "plain": {"max_shard_size": "60KB"},
-    "one": {"max_shard_size": None},
+    "one": {"max_shard_size": "none"},
     "bin": {"format": "bin", "max_shard_size": "60KB"},
     "fp16": {"dtype": "fp16", "max_shard_size": "40KB"},
     "bin16": {"dtype": "fp16", "format": "bin", "ties": "copy"},
@@ -188,11 +196,12 @@ def test_several_broken_runs_one_after_another(
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("shape", ["plain", "bin16"])
 def test_nothing_is_read_where_all_was_there(
-    truths: Mapping[int, Truth], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, truths: Mapping[int, Truth], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ckpt, out = ckpt_of(truths[3]), tmp_path / "out"
-    consolidate(ckpt, tmp_path / "whole")
+    whole = consolidate(ckpt, tmp_path / "whole", **SHAPES[shape])
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -200,12 +209,13 @@ def test_nothing_is_read_where_all_was_there(
     with monkeypatch.context() as patch:
         patch.setattr("dist_consolidate.output.publish.mark", refuse)
         with pytest.raises(ConsolidateError):
-            consolidate(ckpt, out, resume=True)
+            consolidate(ckpt, out, resume=True, **SHAPES[shape])
     for transport in ("direct", "gather"):
         shutil.copytree(tmp_path, tmp_path / transport / "copy", ignore=lambda *_: {"copy"})
         at = tmp_path / transport / "copy" / "out"
-        report = consolidate(ckpt, at, resume=True, transport=transport)
+        report = consolidate(ckpt, at, resume=True, transport=transport, **SHAPES[shape])
         assert report.num_bytes_read == 0
+        assert set(whole.notes) == set(report.notes) - set(resumed_note(report))
         assert bytes_of(at) == bytes_of(tmp_path / "whole")
 
 
@@ -407,7 +417,7 @@ def test_an_existing_folder_is_filled_and_overwritten(
         before = bytes_of(out)
         broken_off(monkeypatch, ckpt, out, 20, bucket_size=4000, resume=True, **options)
         assert work_folder(out).parent == out
-        assert {k: v for k, v in bytes_of(out).items() if not k.startswith(".")} == before
+        assert visible(out) == before
         report = consolidate(ckpt, out, resume=True, **options)
         assert report.num_bytes_resumed > 0
     assert_same_bits(load_output(out), truths[2].fp32)
@@ -424,6 +434,39 @@ def test_the_output_folder_was_made_meanwhile(
     assert report.num_bytes_resumed > 0
     assert not left_by(out)
     assert_same_bits(load_output(out), truths[2].fp32)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_of_two_runs_at_once_the_second_is_told(
+    resume: bool, truths: Mapping[int, Truth], tmp_path: Path
+) -> None:
+    ckpt, out = ckpt_of(truths[2]), tmp_path / "out"
+    go_on = tmp_path / "go on"
+
+    def slowly() -> None:
+        real = os.pwrite
+
+        def pwrite(*arguments: Any) -> int:
+            while not go_on.exists():
+                time.sleep(0.01)
+            return real(*arguments)
+
+        os.pwrite = pwrite
+        consolidate(ckpt, out, io="buffered", resume=True)
+
+    child = start_child(slowly)
+    deadline = time.monotonic() + 60
+    while not [path for path in left_by(out) if path.is_dir()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = sorted(left_by(out))
+    with pytest.raises(UsageError, match=f"another run is writing .*: process {child} on "):
+        consolidate(ckpt, out, resume=resume)
+    assert sorted(left_by(out)) == before
+    go_on.touch()
+    assert end_of(child) == 0
+    assert_same_bits(load_output(out), truths[2].fp32)
+    assert not left_by(out)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -461,8 +504,8 @@ def die_before(number: int, kill: int = signal.SIGKILL) -> None:
         setattr(os, name, deadly(getattr(os, name)))
 
 
-def in_child(action: Callable[[], object]) -> int:
-    """Run something in a process of its own; give how it ended, as ``returncode`` has it."""
+def start_child(action: Callable[[], object]) -> int:
+    """Run something in a process of its own; give its number."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -473,7 +516,30 @@ def in_child(action: Callable[[], object]) -> int:
             code = 2
         finally:
             os._exit(code)
+    return child
+
+
+def end_of(child: int) -> int:
+    """Wait for a process; give how it ended, as ``returncode`` has it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def garble(choose: random.Random, ckpt: Path, out: Path) -> None:
+    """Put anything where nothing is claimed: after a power loss, that may be what is there."""
+    for home in (path for path in left_by(out) if (path / "identity.json").is_file()):
+        identity = json.loads((home / "identity.json").read_text())
+        names = list(identity["files"])
+        place = journal.read_journals(
+            home, identity_digest(identity), list(identity["files"].values())
+        )
+        for name, claimed in zip(names, place.finished.by_file, strict=True):
+            path = home / "result" / name
+            if path.is_file():
+                kept = path.read_bytes()
+                garbled = bytearray(choose.randbytes(len(kept)))
+                for low, high in claimed:
+                    garbled[low:high] = kept[low:high]
+                path.write_bytes(garbled)
 
 
 def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path) -> str:
@@ -506,9 +572,9 @@ def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path)
             die_before(at)  # noqa: B023
             consolidate(ckpt, out, bucket_size=bucket_size, **options)  # noqa: B023
 
-        code = in_child(die)
+        code = end_of(start_child(die))
         said.append(f"before call {at}: {code}")
-        found = {name: data for name, data in bytes_of(out).items() if name[0] != "."}
+        found = visible(out)
         if place == "new":
             assert found in ({}, whole), said
         for name, data in found.items():
@@ -516,11 +582,15 @@ def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path)
         if code == 0 or found == whole:
             break
         assert code == -signal.SIGKILL, said
+        if choose.random() < 0.5 and not any(
+            (p / "publishing.json").exists() for p in left_by(out)
+        ):
+            garble(choose, ckpt, out)
     try:
         consolidate(ckpt, out, bucket_size=choose.choice((3000, 8000)), **options)
     except UsageError as error:  # the last one came as far as that all was in place
         assert "--overwrite" in str(error), said
-    assert bytes_of(out) == whole, said
+    assert visible(out) == whole, said
     # Killed while it cleared up, what is hidden stays until the next run.
     consolidate(ckpt, out, **{**options, "overwrite": True})
     assert bytes_of(out) == whole, said
@@ -579,7 +649,7 @@ def flags(shape: str) -> list[str]:
     """Write options as the command line has them."""
     found = []
     for name, value in SHAPES[shape].items():
-        text = "none" if value is None else value[0] if isinstance(value, list) else value
+        text = value[0] if isinstance(value, list) else value
         found += ["--" + name.replace("_", "-"), text]
     return found
 
@@ -587,7 +657,7 @@ def flags(shape: str) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Be a rank that claims at once; the environment says which one gets a signal, and when."""
     kind, rank, at = os.environ[FAULT].split(":")
-    journal._CLAIM_BYTES, journal._CLAIM_SEC = 1, 0.01
+    journal._CLAIM_BYTES, journal._CLAIM_SEC, journal._PAUSE_SEC = 1, 0.01, 0.0
     if os.environ.get("RANK", "0") == rank:
         die_before(int(at), signal.Signals[kind])
     return cli.main(arguments)

@@ -254,13 +254,26 @@ def _lives(path: Path, text: bytes) -> bool:
     facts, machine = _facts(text), _machine()
     pid = facts.get("pid")
     if machine["boot"] and isinstance(pid, int) and machine.items() <= facts.items():
-        return bool(_started(pid)) and _started(pid) == facts.get("started")
+        return _runs(pid, facts.get("started"))
     before, until = _state(path), time.monotonic() + _WATCH_SEC
     while time.monotonic() < until:
         time.sleep(min(_BEAT_SEC, _WATCH_SEC) / 5)
         if _state(path) != before:
             return True
     return False
+
+
+def _runs(pid: int, started: object) -> bool:
+    """Tell whether a process of this machine still runs, and is the one that is meant."""
+    found = _started(pid)
+    if not found:
+        try:
+            os.kill(pid, 0)
+        except PermissionError:  # another user's, and /proc shows nothing of those (hidepid)
+            return True
+        except OSError:
+            return False
+    return found != "" and found == started
 
 
 def _state(path: Path) -> tuple[int, bytes]:

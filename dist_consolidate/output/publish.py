@@ -24,15 +24,15 @@ from dist_consolidate.filesystems import is_in_memory
 from dist_consolidate.output import work
 from dist_consolidate.output.identity import difference
 from dist_consolidate.output.index import STATES_FOLDER, is_weight_file
+from dist_consolidate.output.letter_case import check_letter_case
 from dist_consolidate.output.lock import OutputLock, refuse_if_held, take
 from dist_consolidate.output.placing import (
     end_publishing,
     files_below,
     folders_of,
     mark,
-    move_files,
     move_folder,
-    remove_stale,
+    replace,
 )
 from dist_consolidate.output.work import sync
 from dist_consolidate.units import format_bytes
@@ -135,11 +135,10 @@ class Publication:
     def publish(self, last: Sequence[str] = ()) -> None:
         """Put the finished result in place.
 
-        In an existing folder, first go the old index (or the file that needs none) and the
-        manifest, then old weight files that the result does not replace, then the new files come.
-        Should that fail half-way, the new files move back to the work folder; should this process
-        be killed, the next run for the same output ends it. On file systems shared by hosts, each
-        writer must have synced what it wrote.
+        In an existing folder, the old result is moved aside, first of all its index (or the file
+        that needs none) and its manifest; then the new files come. Should that fail half-way, all
+        goes back to where it was; should this process be killed, the next run for the same output
+        ends it. On file systems shared by hosts, each writer must have synced what it wrote.
 
         Args:
             last: Names to rename after all others, in this order: manifest, then what loaders look
@@ -150,9 +149,10 @@ class Publication:
             UsageError: If a file cannot be synced, removed or renamed, or another run has taken
                 this one for dead.
         """
-        self._check_complete()
+        self._check_lock()
         first = tuple(name for name in self.file_names if name not in last)
         with _explained(self.output_dir):
+            self._check_complete()
             for name in self.file_names:
                 sync(self.work_dir / name)
             for folder in folders_of(self.file_names):
@@ -171,8 +171,7 @@ class Publication:
         try:
             if not self.is_new_folder:
                 work.write_marker(self.home, marker)
-                remove_stale(self.output_dir, self.file_names)
-                move_files(self.work_dir, self.output_dir, marker)
+                replace(self.work_dir, self.output_dir, marker, self.home / work.ASIDE)
                 return
             if self.may_resume:  # or else nobody would ask whether this very result is in place
                 work.write_marker(self.home, marker)
@@ -297,6 +296,7 @@ class _Preparing:
             try:
                 home.mkdir()
                 (home / work.RESULT).mkdir()
+                check_letter_case(home / work.RESULT, self._output_dir, self._names)
                 if self._identity is not None:
                     work.write_identity(home, self._identity)
             except BaseException:  # a signal's, too

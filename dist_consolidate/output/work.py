@@ -4,6 +4,7 @@ A work folder lies beside the output folder, or in it where that exists, under a
 says whose it is. In it are
 
 * ``result``: the files of the result, which are renamed into place in the end;
+* ``older``: those that they replace, until that is done;
 * ``identity.json``, where the run may be resumed: everything that decides what bytes the result
   has (see :mod:`dist_consolidate.resuming`), and beside it the journals of what is written;
 * ``publishing.json``, once the result is complete and is being put in place: whatever happens then,
@@ -26,7 +27,7 @@ from typing import Any
 
 from dist_consolidate.doing import Doing
 
-RESULT = "result"
+RESULT, ASIDE = "result", "older"
 TOKEN = r"[A-Za-z0-9_-]+"
 _TRIES, _PAUSE_SEC = 5, 0.05
 _IDENTITY, _MARKER = "identity.json", "publishing.json"
@@ -141,7 +142,8 @@ def write_marker(home: Path, marker: Marker) -> None:
 def read_marker(home: Path) -> Marker | None:
     """Give what was being published from a work folder; ``None`` where nothing was."""
     found = _read_json(home / _MARKER)
-    if not isinstance(found, dict):
+    keys = {field.name for field in dataclasses.fields(Marker)}
+    if not isinstance(found, dict) or found.keys() != keys:
         return None
     return Marker(tuple(found["first"]), tuple(found["last"]), found["old"], found["new"])
 

@@ -34,6 +34,8 @@ from dist_consolidate.plan.ranges import Finished, Interval, merged
 
 # So much may be done again after a kill, in bytes and in time.
 _CLAIM_BYTES, _CLAIM_SEC = 256 << 20, 5.0
+# Fast disks are not to be asked for more than that.
+_PAUSE_SEC = 1.0
 _LEAVING_SEC = 10.0
 _NAME = re.compile(r"journal-(?P<attempt>\d+)-\d+")
 _RECORD = re.compile(rb"(\d{1,9}) (\d{1,18}) (\d{1,18}) ([0-9a-f]{8})")
@@ -125,11 +127,12 @@ class Journal:
         """
         self._place, self._paths = place, paths
         self._path = place.folder / f"journal-{place.attempt:04d}-{rank}"
-        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._wake, self._over = threading.Event(), threading.Event()
         self._waiting: list[tuple[int, int, int]] = []
         self._waiting_bytes = 0
         self._descriptor: int | None = None
-        self._caught, self._is_over = Caught(), False
+        self._caught = Caught()
         self._thread: threading.Thread | None = None
 
     def written(self, file: int, low: int, high: int) -> None:
@@ -147,7 +150,7 @@ class Journal:
         with self._lock:
             self._waiting.append((file, low, high))
             self._waiting_bytes += high - low
-            if self._thread is None and not self._is_over:
+            if self._thread is None and not self._over.is_set():
                 self._thread = threading.Thread(
                     target=self._work, name="consolidate-journal", daemon=True
                 )
@@ -174,7 +177,8 @@ class Journal:
 
     def _end(self, timeout_sec: float | None) -> None:
         with self._lock:
-            self._is_over, thread = True, self._thread
+            thread = self._thread
+            self._over.set()
         self._wake.set()
         if thread is not None:
             thread.join(timeout_sec)
@@ -184,9 +188,10 @@ class Journal:
             while True:
                 self._wake.wait(_CLAIM_SEC)
                 self._wake.clear()
-                if self._is_over:
+                if self._over.is_set():
                     return
                 self._claim(is_synced=False)
+                self._over.wait(_PAUSE_SEC)
 
     def _claim(self, *, is_synced: bool) -> None:
         with self._lock:

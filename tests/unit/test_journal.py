@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_consolidate.plan.ranges import Finished, merged
@@ -32,6 +32,7 @@ def some_files(folder: Path) -> list[Path]:
     return paths
 
 
+@settings(deadline=None)
 @given(INTERVALS, st.integers(0, 40), st.integers(0, 40))
 def test_ranges_are_sets_of_bytes(intervals: list[tuple[int, int]], low: int, high: int) -> None:
     held = {byte for start, stop in intervals for byte in range(start, stop)}
@@ -85,6 +86,7 @@ def test_the_order_is_bytes_then_their_sync_then_the_record_then_its_sync(
     for name, function in (("pwrite", pwrite), ("fdatasync", fdatasync), ("write", write)):
         monkeypatch.setattr(os, name, function)
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
+    monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
     output = OutputFiles(paths, Stopwatch(), Journal(place(tmp_path), 0, paths))
     for index in range(50):
         output.write(index % 2, memoryview(b"x" * 100), index * 100)
@@ -164,6 +166,7 @@ def test_a_disk_that_refuses_to_sync_ends_the_run_and_claims_nothing(
 
     monkeypatch.setattr(os, "fdatasync", refuse)
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
+    monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
     output = OutputFiles(paths, Stopwatch(), Journal(place(tmp_path), 0, paths))
     with pytest.raises(OSError, match=r"broken.*/a'"):
         for index in range(10_000):

@@ -20,6 +20,7 @@ import pytest
 
 from dist_consolidate.errors import UsageError
 from dist_consolidate.output import lock as locks
+from dist_consolidate.output.letter_case import check_letter_case, clashes
 from dist_consolidate.output.lock import HeldError, OutputLock, refuse_if_held, take
 from dist_consolidate.output.publish import prepare
 
@@ -196,8 +197,6 @@ def test_who_lost_its_lock_does_not_publish(
     monkeypatch.setattr(locks, "_machine", lambda: {"host": "node-b", "boot": "b", "pids": "p"})
     second = prepare(out, ("a",), "t2")
     assert not first.work_dir.exists()
-    first.work_dir.mkdir(parents=True)
-    first.write_file("a", b"first")
     with pytest.raises(UsageError, match="another one took it for dead"):
         first.publish()
     first.abandon()
@@ -218,6 +217,25 @@ def test_the_other_place_is_looked_at(tmp_path: Path) -> None:
     prepare(out, ("a",), "t2").abandon()
     assert names(tmp_path) == ["out"]
     assert names(out) == []
+
+
+def test_names_that_differ_in_case_alone(tmp_path: Path) -> None:
+    assert clashes(["a/x", "b"], ["A/y", "c"]) == []
+    assert clashes(["s/Exp", "s/exp"], ["MODEL", "S/EXP"]) == [
+        "s/Exp and s/exp",
+        "s/Exp and S/EXP, which is there",
+    ]
+    put_in = tmp_path / "result"
+    put_in.mkdir()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "Model.safetensors").write_bytes(b"theirs")
+    check_letter_case(put_in, out, ["model.safetensors"])
+    # A second name for one folder is what such a file system shows.
+    (tmp_path / "RESULT").symlink_to(put_in)
+    check_letter_case(put_in, out, ["pytorch_model.bin"])
+    with pytest.raises(UsageError, match=r"model\.safetensors and Model\.safetensors, which is"):
+        check_letter_case(put_in, out, ["model.safetensors"])
 
 
 def test_what_a_run_leaves_that_dies_while_it_takes_the_lock_is_cleared(tmp_path: Path) -> None:
