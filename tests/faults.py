@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate import cli
-from dist_consolidate.output.index import is_index_file
+from dist_consolidate.output.index import is_entry_point
 from dist_consolidate.output.work import RESULT
 from dist_consolidate.runtime import journal
 
@@ -175,7 +175,7 @@ def _prepare(place: str, count: int, strikes: Callable[..., None]) -> None:
             real(source, target)
             # A new folder as a whole, or the last file of several.
             if _is_of_result(source) and (
-                is_index_file(Path(target).name) or Path(target).is_dir()
+                is_entry_point(Path(target).name) or Path(target).is_dir()
             ):
                 is_placed.set()
 

@@ -122,7 +122,9 @@ class Kills:
                     ranks[victim].send_signal(signal.SIGKILL)
             done = [rank.ends_before(deadline) for rank in ranks]
             if kill is None:
-                self.planning_sec, self.moving_sec = begun - began, time.monotonic() - begun
+                self.planning_sec = begun - began
+                # Runs that go on are shorter than others; the machine is not always as busy.
+                self.moving_sec = max(0.8 * self.moving_sec, time.monotonic() - begun)
             ended = end_all(ranks)
         assert all(done), f"took too long: {show(ended)}"
         assert "Traceback" not in show(ended), show(ended)
