@@ -179,8 +179,9 @@ class Hub:
     def _tell_verdict(self) -> None:
         verdict = self._roll.verdict
         if verdict is not None and not self._has_told:
-            self._has_told, told = True, self._roll.is_told
-            self._tell({"verdict": verdict.text, "code": verdict.code, "told": told})
+            self._has_told = True
+            message: dict[str, Any] = {"verdict": verdict.text, "code": verdict.code}
+            self._tell({**message, "told": True} if self._roll.is_told else message)
 
     def _tell(self, message: dict[str, Any]) -> None:
         """Tell all ranks, rank 0 last: it may end this process."""
