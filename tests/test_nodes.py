@@ -230,9 +230,14 @@ def test_every_way_gives_the_truth_where_it_was_asked_for(
     }
     ways: list[tuple[str, dict[str, Any], str, str]] = [
         ("auto", {"format": "bin"}, "gather", "node-a"),
-        ("gather", {"bucket_size": 333, "output_node": 2}, "gather", "node-c"),
+        ("gather", {"bucket_size": 333, "output_node": 2, "resume": True}, "gather", "node-c"),
         ("allgather", {"bucket_size": 333, "output_node": "node-b"}, "allgather", "node-b"),
-        ("gather", {"writers": "all", "output_node": "node-b.cluster"}, "gather", "node-b"),
+        (
+            "gather",
+            {"writers": "all", "output_node": "node-b.cluster", "resume": True},
+            "gather",
+            "node-b",
+        ),
     ]
     jobs, homes = [], {}
     for run in truths:

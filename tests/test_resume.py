@@ -94,11 +94,11 @@ def broken_off(
     monkeypatch: pytest.MonkeyPatch, ckpt: Path, out: Path, after: int, **options: Any
 ) -> ConsolidateError:
     """Run until the disk is full, after some writes; give the error."""
-    real, count = os.pwrite, itertools.count()
+    real, count, num_before = os.pwrite, itertools.count(), num_journals(out)
 
     def pwrite(descriptor: int, data: Any, offset: int) -> int:
         if next(count) >= after:
-            wait_for_claims(out)
+            wait_for_claims(out, num_before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(descriptor, data, offset)
 
@@ -109,13 +109,20 @@ def broken_off(
     return caught.value
 
 
-def wait_for_claims(out: Path) -> None:
-    """Let the journal's thread take its turn."""
-    for path in left_by(out):
-        for _ in range(1000 if path.is_dir() and (path / "identity.json").exists() else 0):
-            if journal.has_claims(path):
-                return
-            time.sleep(0.005)
+def num_journals(out: Path) -> int:
+    """How many journals claim something."""
+    return sum(path.stat().st_size > 0 for home in left_by(out) for path in home.glob("journal-*"))
+
+
+def wait_for_claims(out: Path, num_before: int) -> None:
+    """Let the journal's thread take its turn, where there is one."""
+    deadline = time.monotonic() + (30 if resumable(out) else 0)
+    while num_journals(out) == num_before and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def resumable(out: Path) -> list[Path]:
+    return [path for path in left_by(out) if (path / "identity.json").exists()]
 
 
 def resumed_note(report: Report) -> list[str]:
@@ -191,7 +198,7 @@ def test_several_broken_runs_one_after_another(
         )  # fmt: skip
         there.append(sum(path.stat().st_size for path in work_folder(out).glob("journal-*")))
     assert there == sorted(set(there))
-    report = consolidate(ckpt, out, resume=True, **SHAPES["bin"])
+    report = consolidate(ckpt, out, resume=True, io="direct", **SHAPES["bin"])
     assert len(resumed_note(report)) == 1
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
@@ -217,6 +224,32 @@ def test_nothing_is_read_where_all_was_there(
         assert report.num_bytes_read == 0
         assert set(whole.notes) == set(report.notes) - set(resumed_note(report))
         assert bytes_of(at) == bytes_of(tmp_path / "whole")
+
+
+def test_what_the_kernel_copies_is_claimed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = write(tmp_path / "ckpt", Spec(stage=2, world=2, params=[Param("big", (1500, 1024))]))
+    out, copied = tmp_path / "out", []
+    real = os.copy_file_range
+
+    def copy(*arguments: Any) -> int:
+        copied.append(real(*arguments))
+        return copied[-1]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "copy_file_range", copy)
+        patch.setattr("dist_consolidate.output.publish.mark", refuse)
+        with pytest.raises(ConsolidateError):
+            consolidate(tmp_path / "ckpt", out, resume=True)
+    if not sum(copied):
+        pytest.skip("the kernel copies nothing on this file system")
+    report = consolidate(tmp_path / "ckpt", out, resume=True)
+    assert report.num_bytes_read == 0
+    assert_same_bits(load_output(out), truth.fp32)
 
 
 # What does not fit is not taken over.
@@ -383,7 +416,7 @@ def test_a_failure_before_the_first_claim_leaves_nothing(
     real = os.fdatasync
     monkeypatch.setattr(journal, "_CLAIM_SEC", 60.0)
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1 << 40)
-    monkeypatch.setattr("tests.test_resume.wait_for_claims", lambda _: None)
+    monkeypatch.setattr("tests.test_resume.wait_for_claims", lambda *_: None)
     error = broken_off(monkeypatch, ckpt, out, 5, bucket_size=4000, resume=True)
     assert os.fdatasync is real
     assert not hasattr(error, "__notes__")
@@ -526,7 +559,7 @@ def end_of(child: int) -> int:
 
 def garble(choose: random.Random, ckpt: Path, out: Path) -> None:
     """Put anything where nothing is claimed: after a power loss, that may be what is there."""
-    for home in (path for path in left_by(out) if (path / "identity.json").is_file()):
+    for home in resumable(out):
         identity = json.loads((home / "identity.json").read_text())
         names = list(identity["files"])
         place = journal.read_journals(

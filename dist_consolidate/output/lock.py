@@ -79,11 +79,12 @@ class OutputLock:
             return
         held = self.is_held()
         self._over.set()
-        self._thread.join()
         if held:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-        os.close(self._descriptor)
+        self._thread.join(_BEAT_SEC)
+        if not self._thread.is_alive():  # or else the file system hangs
+            os.close(self._descriptor)
 
 
 def take(path: Path, output_dir: Path) -> OutputLock:
@@ -157,25 +158,35 @@ def _create(path: Path, text: bytes) -> int | None:
     temporary = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, 0o644)
+    made: bool | None = False
     try:
         os.write(descriptor, text)
         _flock(descriptor)
-        try:
-            os.link(temporary, path)
-        except (FileExistsError, FileNotFoundError):
-            # Somebody has it; who has it may even have cleared up here already.
-            os.close(descriptor)
-            return None
-        except OSError as error:
-            # Over a network the answer may have been lost, and the question repeated.
-            if os.fstat(descriptor).st_nlink != 2:
-                os.close(descriptor)
-                if error.errno not in _NO_LINKS:
-                    raise
-                return _create_plainly(path, text)
-        return descriptor
+        made = _link(temporary, path, descriptor)
     finally:
         temporary.unlink(missing_ok=True)
+        if not made:
+            os.close(descriptor)
+    if made is None:
+        return _create_plainly(path, text)
+    return descriptor if made else None
+
+
+def _link(temporary: Path, path: Path, descriptor: int) -> bool | None:
+    """Give a file its second name, if nobody has that; ``None`` where there are no links."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        # Over a network the answer may have been lost, and the question repeated.
+        if os.fstat(descriptor).st_nlink == 2:
+            return True
+        if isinstance(error, FileExistsError | FileNotFoundError):
+            # Somebody has it; who has it may even have cleared up here already.
+            return False
+        if error.errno not in _NO_LINKS:
+            raise
+        return None
+    return True
 
 
 def _create_plainly(path: Path, text: bytes) -> int | None:
