@@ -401,7 +401,10 @@ class Matrix:
 
 
 def end_all(ranks: Sequence[Running]) -> list[Ended]:
-    """Wait a little for ranks that have no reason to live on; fail if they leave processes."""
+    """Wait a little for ranks that have no reason to live on; fail if they leave anything behind.
+
+    Ports and locks go with the processes that hold them; shared memory would stay.
+    """
     deadline = time.monotonic() + 10.0
     for rank in ranks:
         if not rank.ends_before(deadline):
@@ -409,6 +412,11 @@ def end_all(ranks: Sequence[Running]) -> list[Ended]:
     left = {rank.pid: session_of(rank.pid) for rank in ranks}
     ended = [rank.ended() for rank in ranks]
     assert not any(left.values()), f"processes live on: {left}\n{show(ended)}"
+    pids = {str(rank.pid) for rank in ranks}
+    shared = [
+        path for path in Path("/dev/shm").iterdir() if pids & set(re.split(r"\D+", path.name))
+    ]
+    assert not shared, f"left in /dev/shm: {shared}\n{show(ended)}"
     return ended
 
 
