@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
@@ -51,12 +52,12 @@ def _set_aside(output_dir: Path, aside_dir: Path) -> None:
 
 
 def _put_back(aside_dir: Path, output_dir: Path) -> None:
-    """Put an old result back as far as possible: what is in the way is newer, and stays."""
+    """Put an old result back, as a whole or so that no loader takes it for one."""
     with contextlib.suppress(OSError):
         for group in _in_order(files_below(aside_dir)):
-            _move(
-                [name for name in group if not (output_dir / name).exists()], aside_dir, output_dir
-            )
+            if any(os.path.lexists(output_dir / name) for name in group):
+                return  # a new file that could not go back
+            _move(group, aside_dir, output_dir)
         sync(output_dir)
 
 

@@ -7,7 +7,6 @@ of the same kind, stands in the same message.
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Iterable, Sequence
 
 from dist_consolidate.units import format_duration, numbers_text
@@ -81,10 +80,10 @@ def stuck_text(timeout_sec: float, doing: str) -> str:
     )
 
 
-def unconnected_text(rank: int, timeout_sec: float) -> str:
+def unconnected_text(rank: int, host: str, timeout_sec: float) -> str:
     """Say that the ranks have met, but did not all get connected."""
     return (
-        f"rank {rank} (on {socket.gethostname()}): has met the others, but not all of them were "
+        f"rank {rank} (on {host}): has met the others, but not all of them were "
         f"connected within {format_duration(timeout_sec)} (--rendezvous-timeout): one was killed, "
         "or its node or network is gone"
     )

@@ -342,7 +342,8 @@ class Watch:
         self._connecting_sec += elapsed
         if self._connecting_sec > self._may_connect_sec:
             self._connecting_sec = None
-            self._decide(Verdict(unconnected_text(self._rank, self._may_connect_sec), 1, True))
+            text = unconnected_text(self._rank, socket.gethostname(), self._may_connect_sec)
+            self._decide(Verdict(text, 1, is_mine_to_tell=True))
 
     def _send_failure(self, kind: str, text: str, code: int) -> None:
         line = self._line

@@ -14,6 +14,7 @@ import pytest
 
 from dist_consolidate.errors import ConsolidateError, ResourceError, UsageError
 from dist_consolidate.output.publish import check_free_space, prepare
+from dist_consolidate.output.work import RESULT
 
 INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -373,6 +374,29 @@ def test_a_failing_rename_leaves_all_as_it_was(tmp_path, monkeypatch, fails_at, 
     publication.abandon()
     assert content(out) == {**old, **MINE}
     assert not any(name.startswith(".") for name in names(out))
+
+
+def test_an_older_index_does_not_come_back_beside_a_newer_shard(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    put(out, {**OLD, **MINE})
+    publication = prepare(out, NAMES, "t1", overwrite=True)
+    fill(publication)
+    rename = os.rename
+
+    def failing(source, target):
+        # The disk fails once the first new file is in place, and lets nothing back.
+        is_first = Path(source).name == SHARDS[0] and Path(target).parent == out
+        if RESULT in (Path(source).parent.name, Path(target).parent.name) and not is_first:
+            raise OSError(errno.EIO, "broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(UsageError, match="broken"):
+        publication.publish(LAST)
+    left = content(out)
+    assert left[SHARDS[0]] == NEW[SHARDS[0]]
+    assert not [name for name in left if name.endswith(".json") and name not in MINE]
+    assert not [name for name, data in left.items() if data == OLD.get(name)]
 
 
 KILLED = """
