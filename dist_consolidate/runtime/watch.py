@@ -192,7 +192,7 @@ class Watch:
             self._arrived.wait(_STOPPED_SEC)
             return self._as_error(self.verdict or self._stopped or Verdict("stopped", 1))
         assert isinstance(error, Exception)
-        if self._line is None:
+        if self._line is None and self.verdict is None:
             return error
         if isinstance(error, LostError):
             self._arrived.wait(_REASON_SEC)
@@ -313,8 +313,8 @@ class Watch:
 
     def _lose_hub(self, text: str) -> None:
         """Rank 0 is gone, and cannot tell anybody: on each host one rank does."""
-        line, self._line = self._line, None
         text = f"{named_ranks([0], self._hosts)}: {text}"
+        line = self._line
         if line is not None:
             # Should it wake up, it finds out that the others did not end for no reason.
             line.send({"deserts": text})
@@ -325,7 +325,9 @@ class Watch:
         except OSError:
             claim.close()
             is_mine = False
+        # In this order: who finds no line finds the verdict.
         self._decide(Verdict(text, 1, is_mine))
+        self._line = None
 
     def _look_after_files(self, elapsed: float) -> None:
         for item in doing.under_way():
