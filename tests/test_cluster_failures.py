@@ -70,7 +70,7 @@ def test_a_stopped_rank_is_named(
     (message,) = messages(ended)
     assert message.startswith(f"rank {rank} (on {HOST}): not heard of for 5 s"), message
     assert not published(out)
-    assert len(leftovers(out)) == (rank == 0 and place != "planning")
+    assert len(leftovers(out)) == 2 * (rank == 0 and place != "planning")
     assert "Traceback" not in show(ended), show(ended)
 
 
