@@ -244,6 +244,9 @@ def _in_world(
         except BaseException as error:
             if watch is not None:
                 watch.tell(watch.settle(error))
+                if watch.clean_up is not None:
+                    # It may have been asked to stop just when it was about to do that.
+                    watch.clean_up()
             if isinstance(error, ConsolidateError) and error.agreed:
                 world.control.part()
             raise

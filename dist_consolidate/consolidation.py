@@ -96,6 +96,7 @@ def run_consolidation(
             clock.append(time.monotonic())
             ranks, notes = run.finish(publication, result)
     except BaseException as error:
+        world.control.clear_up()
         run.abandon(error)
         run.advise(error)
         raise
@@ -333,10 +334,12 @@ class _Run:
 
         try:
             return self.on_publisher(publish)
-        except RankError:
+        except RankError as error:
             if self.published is None:
                 raise
-            return self.published  # it is in place, whoever is gone by now
+            # It is in place, whoever is gone by now.
+            ranks, notes = self.published
+            return ranks, (*notes, f"with the result in place, {self.world.control.why(error)}")
 
     def _rank_reports(self, results: Sequence[tuple[MoveResult, int]]) -> tuple[RankReport, ...]:
         return tuple(

@@ -1,4 +1,6 @@
-"""Ranks that die, stop, hang or are told to end: all of them end soon, and one message says why.
+"""Ranks that hang or are told to end: all of them end soon, and one message says why.
+
+What dies, or is stopped for long, is a matter of ``test_fault_matrix``.
 
 Run as a module, this file is a rank with a fault in it (see :func:`main`).
 """
@@ -21,9 +23,10 @@ import pytest
 
 from dist_consolidate import cli
 from tests.cases import assert_same_bits, load_output
+from tests.faults import at_opening_of_a_shard, fill_disk, once, strike
 from tests.synthetic import Param, Spec, Truth, write
-from tests.test_failures import assert_refused, fill_disk, leftovers, published, strike
-from tests.torchrun import Ended, messages, run_python, show, start_ranks
+from tests.test_failures import assert_refused, leftovers
+from tests.torchrun import Ended, run_python, show, start_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -49,50 +52,10 @@ def ckpt(truth: Truth) -> Path:
     return truth.tag_dir.parent
 
 
-def start(
-    fault: str, arguments: Sequence[str | Path], out: Path, *, stops: int | None = None
-) -> list[Ended]:
+def start(fault: str, arguments: Sequence[str | Path], out: Path) -> list[Ended]:
     """Start two ranks of which one has a fault: ``KIND:PLACE:RANK``."""
     env = {FAULT: fault, PIDS: str(out.parent)}
-    return start_ranks(2, arguments, module=MODULE, timeout_sec=90.0, env=env, killed_last=stops)
-
-
-@pytest.mark.parametrize(
-    ("transport", "place", "rank"),
-    [
-        ("gather", "planning", 1),
-        ("allgather", "moving", 1),
-        ("direct", "moving", 0),
-        ("gather", "publishing", 0),
-    ],
-)
-def test_a_stopped_rank_is_named(
-    transport: str, place: str, rank: int, ckpt: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    arguments = [ckpt, out, "--transport", transport, *BUCKET, *TIMEOUT]
-    ended = start(f"stop:{place}:{rank}", arguments, out, stops=rank)
-    assert ended[1 - rank].returncode == 1, show(ended)
-    (message,) = messages(ended)
-    assert message.startswith(f"rank {rank} (on {HOST}): not heard of for 5 s"), message
-    assert not published(out)
-    assert len(leftovers(out)) == (rank == 0 and place != "planning")
-    assert "Traceback" not in show(ended), show(ended)
-
-
-@pytest.mark.parametrize(
-    ("transport", "place", "rank"), [("direct", "planning", 1), ("gather", "publishing", 0)]
-)
-def test_a_killed_rank_is_named(
-    transport: str, place: str, rank: int, ckpt: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    ended = start(f"kill:{place}:{rank}", [ckpt, out, "--transport", transport], out)
-    assert ended[rank].returncode == -signal.SIGKILL, show(ended)
-    assert ended[1 - rank].returncode == 1, show(ended)
-    (message,) = messages(ended)
-    assert message.startswith(f"rank {rank} (on {HOST}): ended without a word"), message
-    assert not published(out)
+    return start_ranks(2, arguments, module=MODULE, timeout_sec=90.0, env=env)
 
 
 @pytest.mark.parametrize(
@@ -209,25 +172,10 @@ def main(arguments: Sequence[str]) -> int:
     return cli.main(arguments)
 
 
-def once(action: Callable[[], None]) -> Callable[..., None]:
-    lock = threading.Lock()
-
-    def act(*_: Any) -> None:
-        if lock.acquire(blocking=False):
-            action()
-
-    return act
-
-
 def prepare(place: str, strikes: Callable[..., None]) -> None:
     """Let something happen at a place in the run."""
     if place == "planning":
-
-        def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" and str(arguments[0]).endswith("optim_states.pt"):
-                strikes()
-
-        sys.addaudithook(hook)
+        at_opening_of_a_shard(strikes)
     elif place == "meeting":
         from dist_consolidate.runtime import rendezvous
 
@@ -251,9 +199,7 @@ def prepare(place: str, strikes: Callable[..., None]) -> None:
 
 def happen(kind: str) -> None:
     """Do what the fault is."""
-    if kind in ("stop", "kill"):
-        os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-    elif kind == "hang":
+    if kind == "hang":
         hang()
     elif kind == "term_other":
         other = int((Path(os.environ[PIDS]) / "pid0").read_text())

@@ -21,8 +21,9 @@ import pytest
 from dist_consolidate import ConsolidateError, cli, consolidate
 from dist_consolidate.runtime import outfiles
 from tests.cases import assert_same_bits, load_output
+from tests.faults import strike
 from tests.synthetic import Param, Spec, Truth, write
-from tests.test_failures import FAULT, assert_refused, leftovers, published, strike
+from tests.test_failures import FAULT, assert_refused, leftovers, published
 from tests.torchrun import Ended, run_python, show, start_ranks
 
 MODULE = "tests.test_direct_failures"

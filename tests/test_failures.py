@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from dist_consolidate import cli, consolidate
 from tests.cases import assert_same_bits, load_output
+from tests.faults import fill_disk, strike
 from tests.special import save_as
 from tests.synthetic import Param, Spec, Truth, write
 from tests.torchrun import MESSAGE, Ended, messages, run_python, run_ranks, show, start_ranks
@@ -186,64 +186,12 @@ def test_a_shard_cut_short_while_it_is_read_ends_all_ranks(
         assert f"rank {failing}" in message, message
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "killed", "transport"),
-    [
-        (2, 0, "gather"),
-        (2, 1, "gather"),
-        (3, 0, "allgather"),
-        (3, 1, "allgather"),
-        (3, 2, "gather"),
-        (2, 0, "direct"),
-        (2, 1, "direct"),
-    ],
-)
-@pytest.mark.parametrize("ckpt", [3], indirect=True)
-def test_a_killed_rank_ends_all_ranks_and_the_next_run_clears_up(
-    ckpt: Path,
-    num_ranks: int,
-    killed: int,
-    transport: str,
-    truths: Mapping[int, Truth],
-    tmp_path: Path,
-) -> None:
-    out = tmp_path / "out"
-    arguments: list[str | Path] = [ckpt, out, "--transport", transport, *BUCKET, *MANY_FILES]
-    ended = start_with_fault(f"kill:{killed}:{MIDDLE}", num_ranks, arguments)
-    codes = [rank.returncode for rank in ended]
-    assert codes.pop(killed) == -signal.SIGKILL, show(ended)
-    assert set(codes) == {1}, show(ended)
-    assert "Traceback" not in show(ended), show(ended)
-    (message,) = messages(ended)
-    assert message.startswith(f"rank {killed} (on {socket.gethostname()}): ended without a word")
-    assert not published(out)
-    # Only rank 0 knows of the work folder, and can no longer remove it where it was killed.
-    assert len(leftovers(out)) == 2 * (killed == 0)
-    consolidate(ckpt, out)
-    assert not leftovers(out)
-    assert_same_bits(load_output(out), truths[3].fp32)
-
-
 def test_a_rank_killed_under_torchrun(ckpt: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments: list[str | Path] = [ckpt, out, "--transport", "gather", *BUCKET]
     ended = run_ranks(2, arguments, module=MODULE, env={FAULT: f"kill:1:{MIDDLE}"})
     assert ended.returncode != 0, ended
     assert not published(out)
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_killed_while_planning_ends_all_ranks(
-    ckpt: Path, killed: int, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    ended = start_with_fault(f"kill_planning:{killed}:0", 2, [ckpt, out])
-    codes = [rank.returncode for rank in ended]
-    assert codes.pop(killed) == -signal.SIGKILL, show(ended)
-    assert codes == [1], show(ended)
-    assert "Traceback" not in show(ended), show(ended)
-    assert not out.exists()
-    assert not leftovers(out)
 
 
 def test_a_rank_that_hangs_ends_the_others_when_the_time_is_up(ckpt: Path, tmp_path: Path) -> None:
@@ -419,8 +367,6 @@ def prepare_fault(kind: str, count: int) -> None:
     elif kind in ("kill", "SIGTERM", "SIGINT"):
         number = signal.SIGKILL if kind == "kill" else signal.Signals[kind]
         strike(os, "preadv", count, lambda *_: os.kill(os.getpid(), number))
-    elif kind == "kill_planning":
-        sys.addaudithook(die_on_opening_a_shard)
     elif kind == "disk_full":
         strike(os, "pwrite", count, fill_disk)
     elif kind == "file_size":
@@ -431,40 +377,10 @@ def prepare_fault(kind: str, count: int) -> None:
         raise AssertionError(kind)
 
 
-def strike(owner: Any, name: str, count: int, happen: Callable[..., None]) -> None:
-    """Let something happen before every call of a function from a certain one on.
-
-    Args:
-        owner: A module.
-        name: The function in it.
-        count: Calls that go well.
-        happen: Is given the function's arguments.
-    """
-    real, calls = getattr(owner, name), iter(range(sys.maxsize))
-
-    def struck(*arguments: Any) -> Any:
-        if next(calls) >= count:
-            happen(*arguments)
-        return real(*arguments)
-
-    setattr(owner, name, struck)
-
-
 def truncate(descriptor: int, _buffers: object, offset_bytes: int) -> None:
     """Cut the shard that is to be read three bytes behind where the read begins."""
     path = Path(f"/proc/self/fd/{descriptor}")
     os.truncate(path, min(path.stat().st_size, offset_bytes + 3))
-
-
-def die_on_opening_a_shard(event: str, arguments: tuple[Any, ...]) -> None:
-    """Die as soon as this process opens a rank's optimizer states (an audit hook)."""
-    if event == "open" and str(arguments[0]).endswith("optim_states.pt"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fill_disk(*_: object) -> None:
-    """Fail as a write to a full disk does."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 if __name__ == "__main__":

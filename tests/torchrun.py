@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -59,6 +59,40 @@ class Ended:
         """Fail the test, with all output, unless the command succeeded."""
         assert self.returncode == 0, str(self)
         return self
+
+
+class Running(Protocol):
+    """A rank that runs, started or forked (:mod:`tests.zygote`).
+
+    Attributes:
+        pid: Its process.
+    """
+
+    pid: int
+
+    def ends_before(self, deadline: float) -> bool:
+        """Wait for its end until a time of the monotonic clock."""
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended."""
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+
+    def kill(self) -> None:
+        """End it and all that it started, if it still runs."""
+
+    def ended(self) -> Ended:
+        """Give how it ended, once it has."""
+
+
+class Start(Protocol):
+    """A way to start a rank, which is ended with the block."""
+
+    def __call__(
+        self, module: str, arguments: Sequence[str | Path], env: Mapping[str, str]
+    ) -> contextlib.AbstractContextManager[Running]:
+        """Start a module's ``main`` with arguments and variables on top of the usual ones."""
 
 
 def run_ranks(
@@ -124,7 +158,6 @@ def start_ranks(
     module: str = "dist_consolidate",
     timeout_sec: float = TIMEOUT_SEC,
     env: Mapping[str, str] | None = None,
-    killed_last: int | None = None,
 ) -> list[Ended]:
     """Start each rank as torchrun would, but let each come to its own end.
 
@@ -136,13 +169,42 @@ def start_ranks(
         module: What to run with ``-m``.
         timeout_sec: After this, counted for all together, they are killed and the test fails.
         env: Variables to set on top of the usual ones.
-        killed_last: A rank that will not end by itself: it is killed once all others have ended.
 
     Returns:
         How each rank ended, in rank order.
 
     Raises:
         AssertionError: If one took too long; with the output of all.
+    """
+    with running_ranks(num_ranks, arguments, module=module, env=env) as ranks:
+        deadline = time.monotonic() + timeout_sec
+        if not all([rank.ends_before(deadline) for rank in ranks]):
+            for rank in ranks:
+                rank.kill()
+            raise AssertionError(f"took too long: {show([rank.ended() for rank in ranks])}")
+        return [rank.ended() for rank in ranks]
+
+
+@contextlib.contextmanager
+def running_ranks(
+    num_ranks: int,
+    arguments: Sequence[str | Path],
+    *,
+    module: str = "dist_consolidate",
+    env: Mapping[str, str] | None = None,
+    start: Start | None = None,
+) -> Iterator[list[Running]]:
+    """Start each rank as torchrun would; at the end of the block none is left.
+
+    Args:
+        num_ranks: Number of processes.
+        arguments: For the module.
+        module: What to run with ``-m``.
+        env: Variables to set on top of the usual ones.
+        start: How; by default each is a new interpreter.
+
+    Yields:
+        The ranks.
     """
     # The store lives here, as it lives in torchrun's agent: no rank's end takes it down, and
     # nobody else can have taken its port.
@@ -153,23 +215,15 @@ def start_ranks(
         timeout=datetime.timedelta(seconds=60),
         wait_for_workers=False,
     )
-    command = ["-m", module, *arguments]
     with contextlib.ExitStack() as stack:
-        ranks = [
+        yield [
             stack.enter_context(
-                _started(command, {**_variables(r, num_ranks, store.port), **(env or {})})
+                (start or _start_module)(
+                    module, arguments, {**_variables(r, num_ranks, store.port), **(env or {})}
+                )
             )
             for r in range(num_ranks)
         ]
-        deadline = time.monotonic() + timeout_sec
-        awaited = [rank for number, rank in enumerate(ranks) if number != killed_last]
-        if not all([rank.ends_before(deadline) for rank in awaited]):
-            for rank in ranks:
-                rank.kill()
-            raise AssertionError(f"took too long: {show([rank.ended() for rank in ranks])}")
-        if killed_last is not None:
-            ranks[killed_last].kill()
-        return [rank.ended() for rank in ranks]
 
 
 def messages(ended: Sequence[Ended]) -> list[str]:
@@ -217,6 +271,19 @@ class _Process:
         self._duration_sec = time.monotonic() - self._started
         return True
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended."""
+        return self._process.poll() is not None
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """End it and all that it started, if it still runs."""
         if self._process.poll() is None:
@@ -242,6 +309,12 @@ def _started(arguments: Sequence[str | Path], env: Mapping[str, str]) -> Iterato
         process = _Process(arguments, env, tuple(files))
         stack.callback(process.kill)
         yield process
+
+
+def _start_module(
+    module: str, arguments: Sequence[str | Path], env: Mapping[str, str]
+) -> contextlib.AbstractContextManager[_Process]:
+    return _started(["-m", module, *arguments], env)
 
 
 def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
 from dist_consolidate.output import work
@@ -17,29 +18,62 @@ from dist_consolidate.output.index import (
     is_entry_point,
     is_weight_file,
 )
-from dist_consolidate.output.work import sync
+from dist_consolidate.output.work import ASIDE, sync
 
 
-def remove_stale(output_dir: Path, file_names: Sequence[str]) -> None:
-    """Remove an old result, but for the files that are replaced and that no loader looks for first.
+def replace(work_dir: Path, output_dir: Path, marker: work.Marker, aside_dir: Path) -> None:
+    """Put a result in place of an older one; should that fail, all is as it was before.
 
     Args:
-        output_dir: The output folder.
-        file_names: The new result's files.
+        work_dir: Where the new files are.
+        output_dir: Where they go.
+        marker: Their names, in order.
+        aside_dir: Holds the older result meanwhile.
     """
-    old_names = _weight_names(output_dir)
-    # Without them nobody takes a mixture of old and new files for a result; the weights' go first.
-    entry_points = [n for n in old_names if is_entry_point(n) or n == MANIFEST_NAME]
-    entry_points.sort(key=lambda n: (STATES_FOLDER in n, n == MANIFEST_NAME))
-    stale = [n for n in old_names if n not in (*file_names, *entry_points)]
-    for group in (entry_points, stale):
-        for name in group:
-            (output_dir / name).unlink()
+    try:
+        _set_aside(output_dir, aside_dir)
+        move_files(work_dir, output_dir, marker)
+    except BaseException:
+        _put_back(aside_dir, output_dir)
+        raise
+
+
+def _set_aside(output_dir: Path, aside_dir: Path) -> None:
+    """Move an old result out of the way, first of all what loaders look for first."""
+    aside_dir.mkdir(exist_ok=True)
+    # Without entry points nobody takes a mixture of old and new files for a result.
+    for group in reversed(_in_order(_weight_names(output_dir))):
+        _move(group[::-1], output_dir, aside_dir)
         for folder in folders_of(group):
             sync(output_dir / folder)
             with contextlib.suppress(OSError):  # where others have put files, it stays
                 (output_dir / folder).rmdir()
         sync(output_dir)
+
+
+def _put_back(aside_dir: Path, output_dir: Path) -> None:
+    """Put an old result back, as a whole or so that no loader takes it for one."""
+    with contextlib.suppress(OSError):
+        for group in _in_order(files_below(aside_dir)):
+            if any(os.path.lexists(output_dir / name) for name in group):
+                return  # a new file that could not go back
+            _move(group, aside_dir, output_dir)
+        sync(output_dir)
+
+
+def _move(names: Iterable[str], source: Path, target: Path) -> None:
+    for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
+        (source / name).rename(target / name)
+
+
+def _in_order(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Part files that loaders do not look for first from those that they do, the weights' last."""
+    groups: tuple[list[str], list[str]] = [], []
+    for name in names:
+        groups[is_entry_point(name) or name == MANIFEST_NAME].append(name)
+    groups[1].sort(key=lambda name: (name != MANIFEST_NAME, STATES_FOLDER not in name))
+    return groups
 
 
 def mark(
@@ -89,6 +123,22 @@ def move_files(work_dir: Path, output_dir: Path, marker: work.Marker) -> None:
         raise
 
 
+def move_folder(work_dir: Path, output_dir: Path) -> None:
+    """Rename a result to an output folder that is not there; if it does not last, back again.
+
+    Args:
+        work_dir: The result.
+        output_dir: Its new name.
+    """
+    work_dir.rename(output_dir)
+    try:
+        sync(output_dir.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            output_dir.rename(work_dir)
+        raise
+
+
 def end_publishing(output_dir: Path, home: Path, marker: work.Marker) -> bool:
     """Put in place what a run that was killed meanwhile had left half in place.
 
@@ -117,7 +167,7 @@ def end_publishing(output_dir: Path, home: Path, marker: work.Marker) -> bool:
             sync(output_dir.parent)
     else:
         if len(left) == len(names):  # or else this is done
-            remove_stale(output_dir, names)
+            _set_aside(output_dir, home / ASIDE)
         first, last = (tuple(n for n in part if n in left) for part in (marker.first, marker.last))
         move_files(result, output_dir, dataclasses.replace(marker, first=first, last=last))
     work.remove_work(home)

@@ -31,8 +31,8 @@ from dist_consolidate.output.placing import (
     files_below,
     folders_of,
     mark,
-    move_files,
-    remove_stale,
+    move_folder,
+    replace,
 )
 from dist_consolidate.output.work import sync
 from dist_consolidate.units import format_bytes
@@ -135,11 +135,10 @@ class Publication:
     def publish(self, last: Sequence[str] = ()) -> None:
         """Put the finished result in place.
 
-        In an existing folder, first go the old index (or the file that needs none) and the
-        manifest, then old weight files that the result does not replace, then the new files come.
-        Should that fail half-way, the new files move back to the work folder; should this process
-        be killed, the next run for the same output ends it. On file systems shared by hosts, each
-        writer must have synced what it wrote.
+        In an existing folder, the old result is moved aside, first of all its index (or the file
+        that needs none) and its manifest; then the new files come. Should that fail half-way, all
+        goes back to where it was; should this process be killed, the next run for the same output
+        ends it. On file systems shared by hosts, each writer must have synced what it wrote.
 
         Args:
             last: Names to rename after all others, in this order: manifest, then what loaders look
@@ -172,17 +171,15 @@ class Publication:
         try:
             if not self.is_new_folder:
                 work.write_marker(self.home, marker)
-                remove_stale(self.output_dir, self.file_names)
-                move_files(self.work_dir, self.output_dir, marker)
+                replace(self.work_dir, self.output_dir, marker, self.home / work.ASIDE)
                 return
             if self.may_resume:  # or else nobody would ask whether this very result is in place
                 work.write_marker(self.home, marker)
-            self.work_dir.rename(self.output_dir)
+            move_folder(self.work_dir, self.output_dir)
         except BaseException:
             with contextlib.suppress(OSError):
                 work.remove_marker(self.home)
             raise
-        sync(self.output_dir.parent)
 
     def abandon(self) -> None:
         """Remove the work folder as far as possible; nothing in it is published any more."""
@@ -245,7 +242,7 @@ def prepare(
     assert re.fullmatch(work.TOKEN, token), f"{token!r} is no token"
     assert folders_of(file_names) <= {STATES_FOLDER}, "a file name holds a folder"
     output_dir = _resolved(output_dir)
-    if not any(work.read_marker(home) for home in work.find_leftovers(output_dir)):
+    if not any(work.is_over(home) for home in work.find_leftovers(output_dir)):
         check_output(output_dir, file_names, overwrite=overwrite)
     with _explained(output_dir):
         with Doing("making a folder at", output_dir):
@@ -326,6 +323,8 @@ class _Preparing:
         is_mine = False
         for home in work.find_leftovers(self._output_dir):
             marker, found = work.read_marker(home), work.read_identity(home)
+            if marker is None and work.is_over(home):
+                work.remove_work(home)
             if marker is None or not end_publishing(self._output_dir, home, marker):
                 continue
             self._notes.append(

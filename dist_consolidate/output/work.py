@@ -4,6 +4,7 @@ A work folder lies beside the output folder, or in it where that exists, under a
 says whose it is. In it are
 
 * ``result``: the files of the result, which are renamed into place in the end;
+* ``older``: those that they replace, until that is done;
 * ``identity.json``, where the run may be resumed: everything that decides what bytes the result
   has (see :mod:`dist_consolidate.resuming`), and beside it the journals of what is written;
 * ``publishing.json``, once the result is complete and is being put in place: whatever happens then,
@@ -19,14 +20,16 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_consolidate.doing import Doing
 
-RESULT = "result"
+RESULT, ASIDE = "result", "older"
 TOKEN = r"[A-Za-z0-9_-]+"
+_TRIES, _PAUSE_SEC = 5, 0.05
 _IDENTITY, _MARKER = "identity.json", "publishing.json"
 
 Identity = Mapping[str, Any]
@@ -69,7 +72,12 @@ def remove_work(home: Path) -> None:
     for name in (_IDENTITY, _MARKER):
         with contextlib.suppress(OSError):
             (home / name).unlink()
-    shutil.rmtree(home, ignore_errors=True)
+    # Other ranks may just be ending, and claim what they have written.
+    for _ in range(_TRIES):
+        shutil.rmtree(home, ignore_errors=True)
+        if not home.exists():
+            return
+        time.sleep(_PAUSE_SEC)
 
 
 def remove_lock_litter(output_dir: Path) -> None:
@@ -138,6 +146,11 @@ def read_marker(home: Path) -> Marker | None:
     if not isinstance(found, dict) or found.keys() != keys:
         return None
     return Marker(tuple(found["first"]), tuple(found["last"]), found["old"], found["new"])
+
+
+def is_over(home: Path) -> bool:
+    """Tell whether the run that left a work folder was publishing, or had published already."""
+    return read_marker(home) is not None or not (home / RESULT).exists()
 
 
 def remove_marker(home: Path) -> None:

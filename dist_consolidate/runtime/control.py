@@ -150,6 +150,15 @@ class Control:
         if self.watch is not None:
             self.watch.advice = action
 
+    def clear_up(self) -> None:
+        """Note that this process clears up; see :meth:`Watch.clear_up`."""
+        if self.watch is not None:
+            self.watch.clear_up()
+
+    def why(self, error: RankError) -> Exception:
+        """Find out why contact with another rank was lost; see :meth:`Watch.settle`."""
+        return error if self.watch is None else self.watch.settle(error)
+
     def finish(self) -> None:
         """Note that the result is in place; see :meth:`Watch.finish`."""
         if self.watch is not None:

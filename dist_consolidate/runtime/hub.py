@@ -93,7 +93,7 @@ class Hub:
         self.port = int(self._server.getsockname()[1])
         self.token = secrets.token_hex(16)
         self._roll, self._beat_sec = Roll(hosts, timeout_sec), beat_sec
-        self._size = len(hosts)
+        self._size, self._has_told = len(hosts), False
         self._selector = selectors.DefaultSelector()
         self._asleep, self._waker = socket.socketpair()
         for end in (self._server, self._asleep):
@@ -120,12 +120,12 @@ class Hub:
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._lines:
                     self._hear(key.fileobj)
             now = time.monotonic()
-            told = self._roll.verdict is not None
             self._roll.tick(min(now - last, 2 * step))
             last = now
-            if self._roll.verdict is not None and not told:
-                verdict = self._roll.verdict
-                self._tell({"verdict": verdict.text, "code": verdict.code})
+            self._tell_verdict()
+        # Whoever still waits for a rank that is gone must hear of that.
+        self._roll.settle()
+        self._tell_verdict()
         self._tell({"end": True})
         for connection in list(self._lines):
             self._drop(connection)
@@ -170,9 +170,18 @@ class Hub:
             line.send({"alive": True})
         if "bye" in message:
             self._roll.left(rank)
+        if "deserts" in message:
+            self._roll.deserted(str(message["deserts"]))
         if "failed" in message:
             text, code = str(message.get("text")), int(message.get("code", 1))
             self._roll.failed(rank, str(message["failed"]), text, code)
+
+    def _tell_verdict(self) -> None:
+        verdict = self._roll.verdict
+        if verdict is not None and not self._has_told:
+            self._has_told = True
+            message: dict[str, Any] = {"verdict": verdict.text, "code": verdict.code}
+            self._tell({**message, "told": True} if self._roll.is_told else message)
 
     def _tell(self, message: dict[str, Any]) -> None:
         """Tell all ranks, rank 0 last: it may end this process."""

@@ -80,8 +80,22 @@ def stuck_text(timeout_sec: float, doing: str) -> str:
     )
 
 
+def unconnected_text(rank: int, host: str, timeout_sec: float) -> str:
+    """Say that the ranks have met, but did not all get connected."""
+    return (
+        f"rank {rank} (on {host}): has met the others, but not all of them were "
+        f"connected within {format_duration(timeout_sec)} (--rendezvous-timeout): one was killed, "
+        "or its node or network is gone"
+    )
+
+
 class Roll:
-    """The roll call of all ranks."""
+    """The roll call of all ranks.
+
+    Attributes:
+        verdict: Why the run ends, once that is known.
+        is_told: Whether the other ranks have told that already.
+    """
 
     def __init__(self, hosts: Sequence[str], timeout_sec: float) -> None:
         """Expect all ranks.
@@ -97,6 +111,7 @@ class Roll:
         self._causes: dict[int, _Cause] = {}
         self._since_first_sec = 0.0
         self.verdict: Verdict | None = None
+        self.is_told = False
 
     def heard(self, rank: int, doing: str) -> None:
         """Note that a rank lives, and what it does."""
@@ -125,6 +140,16 @@ class Roll:
         first = next(iter(self._causes.values()), None)
         if first is None or first.kind == kind:
             self._causes.setdefault(rank, _Cause(kind, text, code))
+
+    def deserted(self, text: str) -> None:
+        """Note that a rank has left because it heard nothing from here, and has said so."""
+        if self.verdict is None:
+            self.verdict, self.is_told = Verdict(text, 1), True
+
+    def settle(self) -> None:
+        """Decide now, where there is a reason to end: nobody will listen any more."""
+        self._since_first_sec += _SETTLE_SEC
+        self.tick(0.0)
 
     def tick(self, elapsed_sec: float) -> None:
         """Let time pass.

@@ -25,7 +25,14 @@ from dist_consolidate import doing
 from dist_consolidate.errors import ConsolidateError, LostError, RankError
 from dist_consolidate.runtime.control import Control, describe, exit_code
 from dist_consolidate.runtime.hub import Hub, Line
-from dist_consolidate.runtime.roll import KILLED, Verdict, named_ranks, silent_text, stuck_text
+from dist_consolidate.runtime.roll import (
+    KILLED,
+    Verdict,
+    named_ranks,
+    silent_text,
+    stuck_text,
+    unconnected_text,
+)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # mpirun kills one second after SIGTERM. Renaming the files of a result gets longer.
@@ -73,6 +80,9 @@ class Watch:
         self._arrived = threading.Event()
         self._telling = threading.Lock()
         self._told = self._leaving = self._raised = self._ended = self._finished = False
+        self._clearing = False
+        self._connecting_sec: float | None = None
+        self._may_connect_sec = 0.0
         self._deadline: tuple[float, int] | None = None
         self._line: Line | None = None
         self._hub: Hub | None = None
@@ -115,6 +125,17 @@ class Watch:
 
     # The main thread's side.
 
+    def connect_within(self, timeout_sec: float) -> None:
+        """Give the ranks, which have met, some time until all have joined.
+
+        A rank that is killed right then is waited for by the others inside gloo, each of whose
+        connections takes its own time, and nobody can tell yet who it is.
+
+        Args:
+            timeout_sec: How long.
+        """
+        self._may_connect_sec, self._connecting_sec = timeout_sec, 0.0
+
     def join(self, control: Control, address: str | None) -> bool:
         """Connect to rank 0's hub; every rank does.
 
@@ -142,7 +163,9 @@ class Watch:
             if line is not None:
                 line.close()
             self._stop_hub()
+            self._connecting_sec = None
             return False
+        self._connecting_sec = None
         self._hosts, self._token, self._line = control.hosts, where[2], line
         self._wake()
         return True
@@ -171,7 +194,7 @@ class Watch:
             self._arrived.wait(_STOPPED_SEC)
             return self._as_error(self.verdict or self._stopped or Verdict("stopped", 1))
         assert isinstance(error, Exception)
-        if self._line is None:
+        if self._line is None and self.verdict is None:
             return error
         if isinstance(error, LostError):
             self._arrived.wait(_REASON_SEC)
@@ -201,6 +224,10 @@ class Watch:
         if hub is not None:
             hub.stop()
 
+    def clear_up(self) -> None:
+        """Note that the main thread clears up: it must not be asked to stop in the middle of it."""
+        self._clearing = True
+
     def finish(self) -> None:
         """Note that the result is in place: from now on nobody's end undoes that."""
         self._finished = self._leaving = True
@@ -209,7 +236,7 @@ class Watch:
         # Half of the files renamed would be neither the old result nor the new one.
         if doing.is_publishing(self._timeout_sec):
             return
-        if not (self._raised or self._leaving):
+        if not (self._raised or self._leaving or self._clearing):
             self._raised = True
             raise Stopped
 
@@ -237,6 +264,7 @@ class Watch:
                     beaten = 0.0
                     line.send({"doing": _longest()})
             self._look_after_files(elapsed)
+            self._look_after_connecting(elapsed)
             if self._deadline and now > self._deadline[0] and not self._ended:
                 self._end(self._deadline[1])
 
@@ -277,7 +305,8 @@ class Watch:
                 self._line = None
             elif "verdict" in message:
                 text, code = str(message["verdict"]), int(message["code"])
-                self._decide(Verdict(text, code, self._rank == 0))
+                is_mine = self._rank == 0 and not message.get("told")
+                self._decide(Verdict(text, code, is_mine))
 
     def _look_after_hub(self, elapsed: float) -> None:
         self._hub_silent_sec += elapsed
@@ -286,7 +315,11 @@ class Watch:
 
     def _lose_hub(self, text: str) -> None:
         """Rank 0 is gone, and cannot tell anybody: on each host one rank does."""
-        self._line = None
+        text = f"{named_ranks([0], self._hosts)}: {text}"
+        line = self._line
+        if line is not None:
+            # Should it wake up, it finds out that the others did not end for no reason.
+            line.send({"deserts": text})
         claim = socket.socket(socket.AF_UNIX)
         try:
             claim.bind(f"\0dist-consolidate-{self._token}")
@@ -294,7 +327,9 @@ class Watch:
         except OSError:
             claim.close()
             is_mine = False
-        self._decide(Verdict(f"{named_ranks([0], self._hosts)}: {text}", 1, is_mine))
+        # In this order: who finds no line finds the verdict.
+        self._decide(Verdict(text, 1, is_mine))
+        self._line = None
 
     def _look_after_files(self, elapsed: float) -> None:
         for item in doing.under_way():
@@ -304,6 +339,15 @@ class Watch:
                 self._send_failure("stuck", text, 1)
                 if self._line is None:
                     self._decide(Verdict(text, 1, is_mine_to_tell=True))
+
+    def _look_after_connecting(self, elapsed: float) -> None:
+        if self._connecting_sec is None or self._leaving:
+            return
+        self._connecting_sec += elapsed
+        if self._connecting_sec > self._may_connect_sec:
+            self._connecting_sec = None
+            text = unconnected_text(self._rank, socket.gethostname(), self._may_connect_sec)
+            self._decide(Verdict(text, 1, is_mine_to_tell=True))
 
     def _send_failure(self, kind: str, text: str, code: int) -> None:
         line = self._line
@@ -317,7 +361,7 @@ class Watch:
             return
         self.verdict = verdict
         self._arrived.set()
-        if not self._leaving and not self._raised and self._before:
+        if not (self._leaving or self._clearing or self._raised) and self._before:
             _thread.interrupt_main(signal.SIGTERM)
         self._hasten(verdict.code)
 
@@ -335,6 +379,8 @@ class Watch:
         if self._finished:
             # The main thread has some seconds to leave the others.
             if time.monotonic() > self._deadline[0] + _LEAVING_SEC:
+                if self.verdict is not None:
+                    self._say_at_last(f"the result is in place, but then: {self.verdict.text}")
                 os._exit(0)
             return
         helper = threading.Thread(target=self._last_things, daemon=True)
@@ -350,6 +396,13 @@ class Watch:
             self._telling.release()
         if self.clean_up is not None:
             self.clean_up()
+
+    def _say_at_last(self, text: str) -> None:
+        if self._telling.acquire(timeout=1):
+            if not self._told and self._say is not None:
+                self._told = True
+                self._say(RankError(text, 0))
+            self._telling.release()
 
 
 def _longest() -> str:

@@ -166,7 +166,7 @@ def join_world(
         if _is_initialized():
             yield from _distributed(device, launched, timeout_sec, watch)
         elif size > 1:
-            _meet(device, launched, rendezvous_timeout_sec, listening)
+            _meet(device, launched, rendezvous_timeout_sec, listening, watch)
             try:
                 yield from _distributed(device, launched, timeout_sec, watch)
             finally:
@@ -253,12 +253,15 @@ def _meet(
     launched: Launched,
     timeout_sec: float,
     listening: socket.socket | None,
+    watch: Watch | None,
 ) -> None:
     """Initialize the default process group."""
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     store = rendezvous.meet(launched, timeout_sec, listening, with_nccl=device.type != "cpu")
+    if watch is not None:
+        watch.connect_within(timeout_sec)
     with rendezvous.connecting(launched):
         hardware = _tell_hardware(PrefixStore("devices", store), device, launched)
         backend = _backend(device, hardware)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dist_consolidate.errors import ConsolidateError, ResourceError, UsageError
-from dist_consolidate.output.index import is_weight_file
 from dist_consolidate.output.publish import check_free_space, prepare
+from dist_consolidate.output.work import RESULT
 
 INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -129,16 +129,15 @@ def test_order_of_changes(tmp_path, monkeypatch, overwritten):
     monkeypatch.setattr(os, "unlink", noted("unlink", unlink))
     monkeypatch.setattr(os, "fsync", synced)
     publication.publish(LAST)
-    first = (INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", "consolidation.json")
-    removed = [("unlink", name) for name in first]
+    first = ("pytorch_model.bin.index.json", "pytorch_model.bin", INDEX, "consolidation.json")
+    moved = [("rename", name) for name in first]
+    moved += [("sync", "out"), *(("rename", name) for name in SHARDS[::-1]), ("sync", "out")]
     assert steps == [
         *(("sync", name) for name in NAMES),
         ("sync", "result"),
         ("sync", "publishing.json"),
         ("sync", ".out.consolidating-t1"),
-        *(removed if overwritten else []),
-        ("sync", "out"),
-        ("sync", "out"),
+        *(moved if overwritten else [("sync", "out")] * 2),
         *(("rename", name) for name in SHARDS),
         ("sync", "out"),
         *(("rename", name) for name in LAST),
@@ -349,9 +348,11 @@ def test_a_folder_filled_meanwhile_is_not_clobbered(tmp_path):
     assert content(publication.work_dir) == NEW
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 2, 3])
-@pytest.mark.parametrize("old", [{}, OLD])
-def test_a_failing_rename_takes_the_new_files_back(tmp_path, monkeypatch, fails_at, old):
+@pytest.mark.parametrize(
+    ("fails_at", "old"),
+    [*((at, {}) for at in range(4)), *((at, OLD) for at in range(4 + len(OLD)))],
+)
+def test_a_failing_rename_leaves_all_as_it_was(tmp_path, monkeypatch, fails_at, old):
     out = tmp_path / "out"
     put(out, {**old, **MINE})
     publication = prepare(out, NAMES, "t1", overwrite=True)
@@ -369,12 +370,33 @@ def test_a_failing_rename_takes_the_new_files_back(tmp_path, monkeypatch, fails_
     with pytest.raises(UsageError, match="broken"):
         publication.publish(LAST)
     assert content(publication.work_dir) == NEW
-    left = content(out)
-    assert MINE.items() <= left.items()
-    assert not [name for name, data in left.items() if data == NEW.get(name)]
-    assert INDEX not in left
+    assert content(out) == {**old, **MINE}
     publication.abandon()
+    assert content(out) == {**old, **MINE}
     assert not any(name.startswith(".") for name in names(out))
+
+
+def test_an_older_index_does_not_come_back_beside_a_newer_shard(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    put(out, {**OLD, **MINE})
+    publication = prepare(out, NAMES, "t1", overwrite=True)
+    fill(publication)
+    rename = os.rename
+
+    def failing(source, target):
+        # The disk fails once the first new file is in place, and lets nothing back.
+        is_first = Path(source).name == SHARDS[0] and Path(target).parent == out
+        if RESULT in (Path(source).parent.name, Path(target).parent.name) and not is_first:
+            raise OSError(errno.EIO, "broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(UsageError, match="broken"):
+        publication.publish(LAST)
+    left = content(out)
+    assert left[SHARDS[0]] == NEW[SHARDS[0]]
+    assert not [name for name in left if name.endswith(".json") and name not in MINE]
+    assert not [name for name, data in left.items() if data == OLD.get(name)]
 
 
 KILLED = """
@@ -398,7 +420,7 @@ publication.publish(("consolidation.json", names[-1]))
 """
 
 
-@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("steps", range(4 + len(OLD)))
 def test_a_kill_between_two_steps_leaves_no_mixture(tmp_path, steps):
     out = tmp_path / "out"
     put(out, {**OLD, **MINE})
@@ -415,7 +437,6 @@ def test_a_kill_between_two_steps_leaves_no_mixture(tmp_path, steps):
         assert left[INDEX] == old[INDEX]
         assert all(left[name] == old[name] for name in SHARDS)
     # A later run is not misled: it refuses, or on request makes everything new.
-    assert any(is_weight_file(name) for name in left)
     with pytest.raises(UsageError, match="--overwrite"):
         prepare(out, NAMES, "t2")
     publication = prepare(out, NAMES, "t2", overwrite=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +15,7 @@ from dist_consolidate.errors import UsageError
 from dist_consolidate.runtime.control import describe
 from dist_consolidate.runtime.hub import Hub, Line
 from dist_consolidate.runtime.roll import KILLED, Roll, named_ranks
-from dist_consolidate.runtime.watch import Watch
+from dist_consolidate.runtime.watch import Stopped, Watch
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -115,6 +119,79 @@ def test_all_hear_the_verdict():
         lines[0].close()
     finally:
         hub.stop()
+
+
+def test_a_hub_that_stops_tells_what_it_has_just_heard():
+    """Or else a rank that waits for one that is gone would never hear which one that is."""
+    hub = Hub(HOSTS[:3], 60, 0.2)
+    lines = [connect(hub, {"rank": rank, "token": hub.token}) for rank in range(3)]
+    for line in lines:
+        assert json.loads(line.recv(100)) == {"welcome": True}
+    lines[1].close()
+    while not hub._roll.is_settling and hub._roll.verdict is None:
+        time.sleep(0.001)
+    hub.stop()
+    heard = [json.loads(text) for text in lines[2].makefile()]
+    assert heard == [{"verdict": f"rank 1 (on a): {KILLED}", "code": 1}, {"end": True}]
+    for line in lines:
+        line.close()
+
+
+def test_a_hub_that_slept_hears_why_the_others_are_gone():
+    hub = Hub(HOSTS[:2], 60, 0.2)
+    try:
+        lines = [connect(hub, {"rank": rank, "token": hub.token}) for rank in range(2)]
+        for line in lines:
+            assert json.loads(line.recv(100)) == {"welcome": True}
+        lines[1].sendall(json.dumps({"deserts": "rank 0 (on a): not heard of"}).encode() + b"\n")
+        lines[1].close()
+        heard = json.loads(lines[0].recv(1000))
+        assert heard == {"verdict": "rank 0 (on a): not heard of", "code": 1, "told": True}
+        lines[0].close()
+    finally:
+        hub.stop()
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """Run something in a process of its own; give its exit code, 7 where it came to its end."""
+    pid = os.fork()
+    if pid == 0:
+        code = 8
+        try:
+            action()
+            code = 7
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_clearing_up_is_not_cut_short_by_a_signal():
+    def clear_up():
+        with Watch(0, 60.0) as watch:
+            watch.clear_up()
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.1)
+
+    # Where the machine is busy, the watch may find that it has had time enough.
+    assert in_child(clear_up) in (7, 143)
+
+
+def test_ranks_that_met_but_are_not_connected_end_in_time(capfd):
+    def wait():
+        with Watch(1, 60.0, lambda error: os.write(1, str(error).encode())) as watch:
+            watch.connect_within(0.2)
+            try:
+                time.sleep(30)
+            except Stopped as stop:
+                watch.tell(watch.settle(stop))
+                os._exit(watch.code)
+
+    started = time.monotonic()
+    assert in_child(wait) == 1
+    assert time.monotonic() - started < 20
+    said = capfd.readouterr().out
+    assert said.startswith(f"rank 1 (on {socket.gethostname()}): has met the others, but not all")
+    assert "within 0.2 s (--rendezvous-timeout)" in said
 
 
 def test_lines_come_whole():
