@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dist_consolidate.api import run
 from dist_consolidate.arguments import parse
-from dist_consolidate.errors import Caught, ConsolidateError, UsageError
+from dist_consolidate.errors import Caught, ConsolidateError, UsageError, printable
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.watch import Stopped, Watch
 from dist_consolidate.units import format_bytes, plural
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             ckpt_dir, output_dir, options = parse(sys.argv[1:] if arguments is None else arguments)
         except UsageError as error:
-            print(f"dist-consolidate: error: {error}", file=sys.stderr)
+            print(printable(f"dist-consolidate: error: {error}"), file=sys.stderr)
             return error.exit_code
     _allow_many_files()
     launched = _launched(options.launcher, launched)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return watch.code
     if leads:
         for line in _summary(report):
-            print(line)
+            print(printable(line))
     return 0
 
 
@@ -92,7 +92,7 @@ def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Laun
 def _tell(error: Exception, launched: Launched) -> None:
     """Say what went wrong, to people and to torchrun: once, where all ranks know the same."""
     known = isinstance(error, ConsolidateError)
-    text = str(error) if known else "".join(traceback.format_exception(error))
+    text = printable(str(error) if known else "".join(traceback.format_exception(error)))
     shared = isinstance(error, ConsolidateError) and error.agreed
     # What is wrong with a machine is told once for each of them.
     local = isinstance(error, UsageError) and bool(launched.local_rank)

@@ -146,3 +146,31 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     """Write names one behind the other, the first of them where there are many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+# Longer lines are names that no model has.
+_MAX_LINE_LENGTH = 4000
+
+
+def printable(text: str) -> str:
+    """Make a text fit for a terminal: what a checkpoint's names do to one is up to a stranger.
+
+    Args:
+        text: Lines; names of files and tensors may be in them.
+
+    Returns:
+        The same lines, every character that is none to be seen (control characters, marks that
+        turn the direction of writing, halves of surrogates) written as an escape, and the middle
+        of endless lines left out.
+    """
+    return "\n".join(map(_printable_line, text.split("\n")))
+
+
+def _printable_line(line: str) -> str:
+    if len(line) > _MAX_LINE_LENGTH:
+        half = _MAX_LINE_LENGTH // 2
+        line = f"{line[:half]}[... {len(line) - 2 * half} characters ...]{line[-half:]}"
+    if line.isprintable():
+        return line
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return "".join(escaped)

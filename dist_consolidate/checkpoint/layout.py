@@ -120,6 +120,8 @@ class TagFolder:
         return dataclasses.replace(self, shards=tuple(mine))
 
 
+# No file system takes longer paths.
+_MAX_TAG_BYTES = 4096
 # What is recorded may be any number; so many missing ones tell enough.
 _MAX_MISSING = 1000
 
@@ -264,8 +266,16 @@ def _latest(root: Path, name: str = "latest") -> str | None:
     path = root / name
     if not path.is_file():
         return None
-    tag = path.read_bytes().decode("utf-8-sig", "replace").strip().strip("\0")
-    if not tag or Path(tag).is_absolute() or ".." in Path(tag).parts:
+    with path.open("rb") as stream:
+        content = stream.read(_MAX_TAG_BYTES + 1)
+    if len(content) > _MAX_TAG_BYTES:
+        raise CheckpointError(
+            f"{path}: has more than {_MAX_TAG_BYTES} bytes, expected the name of a tag; name the "
+            "right one with --tag"
+        )
+    tag = content.decode("utf-8-sig", "replace").strip().strip("\0")
+    odd = not tag.isprintable()
+    if not tag or odd or Path(tag).is_absolute() or ".." in Path(tag).parts:
         found = f"holds {tag!r}, which is no tag (a folder beside it)" if tag else "is empty"
         raise CheckpointError(f"{path}: {found}; name the right one with --tag")
     return tag

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.fragments import Read
 from dist_consolidate.checkpoint.layout import locate
+from dist_consolidate.checkpoint.opening import open_descriptor
 from dist_consolidate.doing import Doing
 from dist_consolidate.errors import CheckpointError
 
@@ -154,7 +155,7 @@ class ShardReader:
         path = self._path(file)
         try:
             with Doing("opening", path):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+                descriptor = open_descriptor(path, flags)
         except OSError as error:
             if flags and error.errno == errno.EINVAL:
                 raise  # this file system cannot open files that way

@@ -193,7 +193,7 @@ def test_a_missing_file(tmp_path):
 
 
 def test_a_folder(tmp_path):
-    assert "Is a directory" in refusal(tmp_path)
+    assert "is a folder" in refusal(tmp_path)
 
 
 def test_an_empty_file(tmp_path):
@@ -264,10 +264,7 @@ def test_a_record_past_the_end(saved):
         struct.pack_into("<II", data, at + 20, 10**6, 10**6)
 
     edit_directory(saved, "saved_states/data/0", enlarge)
-    size = saved.stat().st_size
-    message = refusal(saved)
-    assert f"but the file has {size}; it is truncated" in message
-    assert "record 'data/0' ends at byte" in message
+    assert "record 'saved_states/data/0' reaches into what follows it" in refusal(saved)
 
 
 def test_a_record_without_a_local_header(saved):
