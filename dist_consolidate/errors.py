@@ -7,6 +7,7 @@ what was expected, and ends with what to do.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -150,6 +151,11 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 
 # Longer lines are names that no model has.
 _MAX_LINE_LENGTH = 4000
+
+
+def has_controls(text: str) -> bool:
+    """Whether characters are in a text that move a terminal's cursor, or end a line."""
+    return not text.isprintable() and any(unicodedata.category(c) == "Cc" for c in text)
 
 
 def printable(text: str) -> str:

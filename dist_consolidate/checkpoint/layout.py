@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, listing
+from dist_consolidate.checkpoint.opening import open_plain
+from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, has_controls, listing
 
 Role = Literal["model", "optim", "expert", "expert-optim", "layer", "swap", "universal"]
 
@@ -264,9 +265,9 @@ def named_by_latest(root: Path) -> str | None:
 
 def _latest(root: Path, name: str = "latest") -> str | None:
     path = root / name
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         return None
-    with path.open("rb") as stream:
+    with open_plain(path, "the name of a tag") as stream:
         content = stream.read(_MAX_TAG_BYTES + 1)
     if len(content) > _MAX_TAG_BYTES:
         raise CheckpointError(
@@ -274,7 +275,7 @@ def _latest(root: Path, name: str = "latest") -> str | None:
             "right one with --tag"
         )
     tag = content.decode("utf-8-sig", "replace").strip().strip("\0")
-    odd = not tag.isprintable()
+    odd = has_controls(tag)
     if not tag or odd or Path(tag).is_absolute() or ".." in Path(tag).parts:
         found = f"holds {tag!r}, which is no tag (a folder beside it)" if tag else "is empty"
         raise CheckpointError(f"{path}: {found}; name the right one with --tag")
@@ -351,6 +352,8 @@ def _tags(folders: dict[str, Path]) -> list[str]:
 
 
 def _folder(path: Path, tag: str, chosen: str) -> TagFolder:
+    if has_controls(tag):
+        raise CheckpointError(f"{path}: has control characters in its name; rename the folder")
     shards = list_shards(path)
     if not shards or all(shard.role == "universal" for shard in shards):
         raise CheckpointError(_nothing_found(path, {p.name: p for p in path.iterdir()}))

@@ -82,8 +82,9 @@ class LegacyFile:
             storage = storages.get(key) if isinstance(key, str) else None
             if storage is None:
                 raise CheckpointError(
-                    f"{self._path}: holds a storage {reprlib.repr(key)} of a kind that is not known, so "
-                    "that nothing tells where the next one begins; torch.load it and torch.save it again"
+                    f"{self._path}: holds a storage {reprlib.repr(key)} of a kind that is not "
+                    "known, so that nothing tells where the next one begins; torch.load it and "
+                    "torch.save it again"
                 )
             stream.seek(at)
             head = stream.read(_COUNT.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile, parse_name
 from dist_consolidate.checkpoint.states import Shapes
 from dist_consolidate.checkpoint.unpickle import Inert, TensorRef, is_shape
-from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
+from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, has_controls
 
 
 def check_name(path: Path, name: Any, what: str) -> str:  # noqa: ANN401
@@ -35,7 +34,7 @@ def check_name(path: Path, name: Any, what: str) -> str:  # noqa: ANN401
     """
     if not isinstance(name, str):
         raise wrong(path, f"{what} has the key {reprlib.repr(name)}")
-    if not name.isprintable() and any(unicodedata.category(c) in ("Cc", "Cs") for c in name):
+    if has_controls(name) or any("\ud800" <= c <= "\udfff" for c in name):
         raise wrong(path, f"{what} has a name with control characters in it, {name!r}")
     return name
 
