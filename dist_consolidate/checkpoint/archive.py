@@ -15,6 +15,7 @@ import math
 import os
 import re
 import struct
+import weakref
 import zipfile
 import zlib
 from pathlib import Path
@@ -63,6 +64,8 @@ class ZipRecords:
     def _open(self) -> None:
         with open_plain(self.path) as stream:
             self._num_bytes = os.fstat(stream.fileno()).st_size
+            self._descriptor = os.dup(stream.fileno())
+            weakref.finalize(self, os.close, self._descriptor)
             head = stream.read(10)
             self._read_directory(stream, head)
 
@@ -147,9 +150,8 @@ class ZipRecords:
         if name not in self._offsets:
             entry = self.record(name)
             own_name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
-            with open_plain(self.path) as stream:
-                stream.seek(entry.header_offset)
-                header = stream.read(_LOCAL_HEADER.size + len(own_name))
+            wanted_bytes = _LOCAL_HEADER.size + len(own_name)
+            header = os.pread(self._descriptor, wanted_bytes, entry.header_offset)
             if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
                 raise CheckpointError(f"{self.path}: record {name!r} has no local header")
             _, flags, method, size, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
@@ -180,9 +182,7 @@ class ZipRecords:
                 f"{MAX_PICKLE_BYTES} are read of what is no tensor; save without the large objects "
                 "in the client state, or as tensors"
             )
-        with open_plain(self.path) as stream:
-            stream.seek(offset)
-            data = stream.read(entry.file_size)
+        data = os.pread(self._descriptor, entry.file_size, offset)
         # torch can be told to compute no CRC; then it is 0.
         if entry.CRC and zlib.crc32(data) != entry.CRC:
             raise CheckpointError(

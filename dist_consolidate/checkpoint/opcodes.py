@@ -13,6 +13,7 @@ Source: the opcodes' descriptions in ``pickletools.py`` and ``Modules/_pickle.c`
 
 from __future__ import annotations
 
+import functools
 import re
 
 # Torch's own are a few kilobytes for each hundred tensors.
@@ -24,21 +25,33 @@ _NOT_OBJECT_MAKERS = bytes(set(range(256)) - set(_OBJECT_MAKERS))
 _MAX_LINE_BYTES = 1000
 _MAX_INTEGER_BYTES = 255
 
-# Opcodes without danger, with arguments of fixed length. Memo indices below 2 ** 16 are none. What
-# no torch.save writes is not among them: instances of Python 2, copyreg's numbers, other buffers.
-_RUN = re.compile(
-    rb"(?:[(012NRbaetlQ)\]}\x81\x85-\x89\x8f\x92-\x94]|[Khq].|\x80.|M..|[Jj]....|r..\0\0|G.{8})*+",
-    re.DOTALL,
-)
+
+@functools.cache
+def _run_below(num_indices: int) -> re.Pattern[bytes]:
+    """Give what matches opcodes without danger, with arguments of fixed length.
+
+    What no torch.save writes is not among them: instances of Python 2, copyreg's numbers, other
+    buffers. Memo indices may be up to so many times 2 ** 16.
+    """
+    high = b"[\\x00-\\x%02x]" % (min(num_indices, 256) - 1)
+    return re.compile(
+        rb"(?:[(012NRbaetlQ)\]}\x81\x85-\x89\x8f\x92-\x94]|[Khq].|\x80.|M..|[Jj]....|r.."
+        + high
+        + rb"\0|G.{8})*+",
+        re.DOTALL,
+    )
+
+
 # Opcodes that are followed by a length (of so many bytes, little-endian) and so many bytes.
 _SIZED = {
-    ord("X"): 4, ord("B"): 4, ord("T"): 4, ord("C"): 1, ord("U"): 1,
+    ord("B"): 4, ord("T"): 4, ord("C"): 1, ord("U"): 1,
     0x8A: 1, 0x8B: 4, 0x8C: 1, 0x8D: 8, 0x8E: 8, 0x96: 8,
 }  # fmt: skip
 # Opcodes that are followed by lines of text, and how many.
 _LINES = {ord(c): 1 for c in "FILSVpg"} | {ord("c"): 2}
 _LONG_TEXTS = b"SV"
-_PUT, _GET, _LONG_PUT, _LONG4, _FRAME, _STOP = b"p"[0], b"g"[0], b"r"[0], 0x8B, 0x95, b"."[0]
+_PUT, _GET, _LONG_PUT, _TEXT, _STOP = map(ord, "pgrX.")
+_LONG4, _FRAME = 0x8B, 0x95
 # What hashes, and what is done instead: the arguments become a tuple that is looked up by
 # persistent_load, which sees by its form what is meant (see unpickle.py).
 _ASKED = {
@@ -96,25 +109,31 @@ class _Walk:
         self.pieces: list[bytes] = []
         # An object takes a byte, and its PUT with such an index five more.
         self._max_index = max(len(data) // 5, 1 << 16)
+        self._run = _run_below(self._max_index >> 16)
 
     def passed(self, start: int, stop: int) -> None:
         """Take note of a run of opcodes without danger."""
 
     def go(self) -> None:
         """Go to the end of the pickle."""
-        data, run = self.data, _RUN.match
+        data, run, length = self.data, self._run.match, len(self.data)
         while True:
             match = run(data, self.at)
             assert match is not None  # it matches nothing at all, too
             self.passed(self.at, match.end())
-            self.at = match.end()
-            if self.at >= len(data):
+            at = self.at = match.end()
+            if at >= length:
                 raise CutShortError("pickle data was truncated")
-            code = data[self.at]
-            if code == _STOP:
+            code = data[at]
+            if code == _TEXT:  # most of what is no run; the others take the longer way
+                self.at += 5 + int.from_bytes(data[at + 1 : at + 5], "little")
+                if self.at > length:
+                    raise CutShortError("pickle data was truncated")
+            elif code == _STOP:
                 self.at += 1
                 return
-            self._step(code)
+            else:
+                self._step(code)
 
     def _step(self, code: int) -> None:
         if (width := _SIZED.get(code)) is not None:

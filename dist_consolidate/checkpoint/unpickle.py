@@ -27,7 +27,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from dist_consolidate.checkpoint.opcodes import MAX_PICKLE_BYTES, CutShortError, secured
+from dist_consolidate.checkpoint.opcodes import CutShortError, secured
 from dist_consolidate.checkpoint.safe_calls import (
     Budget,
     Known,
@@ -320,7 +320,7 @@ def loads(data: bytes) -> Any:  # noqa: ANN401
 
 
 # A file of before torch 1.6 is read in pieces, until its pickle ends.
-_FIRST_BYTES = 1 << 16
+_FIRST_BYTES, _MAX_STREAM_BYTES = 1 << 16, 64 << 20
 
 
 def load_stream(stream: BinaryIO) -> tuple[Any, dict[str, StorageRef]]:
@@ -340,7 +340,7 @@ def load_stream(stream: BinaryIO) -> tuple[Any, dict[str, StorageRef]]:
         try:
             tree, storages, num_bytes = _load(data)
         except CutShortError:
-            more = stream.read(min(len(data), MAX_PICKLE_BYTES - len(data)))
+            more = stream.read(min(len(data), _MAX_STREAM_BYTES - len(data)))
             if not more:
                 raise
             data += more

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from dist_consolidate.checkpoint.legacy import MAGIC
+
 # Changes a copy of a checkpoint: the run folder, its tag folder, the shard to be spoiled.
 Change = Callable[[Path, Path, Path], object]
 SPARSE_BYTES = 10 << 30
@@ -87,6 +89,13 @@ def _sparse_pickle(path: Path) -> None:
         stream.write(end)
 
 
+def _sparse_legacy(path: Path) -> None:
+    """A file of before torch 1.6, whose first text claims gigabytes of a hole."""
+    with path.open("wb") as stream:
+        stream.write(MAGIC + b"X\xff\xff\xff\x7f")
+        stream.truncate(SPARSE_BYTES)
+
+
 def _socket(path: Path) -> None:
     here = Path.cwd()
     with socket.socket(socket.AF_UNIX) as server:
@@ -134,12 +143,6 @@ def _config(text: str | Callable[[Path], object]) -> Change:
 
 
 RANK = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-# What may, with the shard under its name, be right: then the result is as always.
-HARMLESS = (
-    "moved and linked", "latest with blanks", "a tag with odd characters", "a tag of no utf-8",
-    "a name with a newline", "a config", "folders in folders", "a folder in itself",
-    "a name with an escape", "the result elsewhere", "a tag with a newline", "a name of no rank",
-)  # fmt: skip
 CHANGES: dict[str, Change] = {
     "a FIFO": _instead(os.mkfifo),
     "a socket": _instead(_socket),
@@ -149,6 +152,7 @@ CHANGES: dict[str, Change] = {
     "a sparse file": _instead(sparse),
     "a sparse file with an end": _instead(_sparse_tail),
     "a sparse pickle": _instead(_sparse_pickle),
+    "a sparse file of before torch 1.6": _instead(_sparse_legacy),
     "not to be read": _instead(lambda path: path.symlink_to("/proc/self/mem")),
     "a link to zeros": _linked("/dev/zero"),
     "a link to random bytes": _linked("/dev/urandom"),
@@ -208,6 +212,18 @@ CHANGES: dict[str, Change] = {
     "a config that is a FIFO": _config(os.mkfifo),
     "a config that links to zeros": _config(lambda path: path.symlink_to("/dev/zero")),
 }
+# Those after which there must be no result.
+_SHARDS_REFUSED = ("a FIFO", "a socket", "a folder", "nothing", "an empty", "a sparse", "a link")
+_ALSO_REFUSED = (
+    "not to be read", "a rank beyond", "a rank of a hundred digits", "a rank twice",
+    "a rank of other digits", "a tag with a newline", "a tag with odd characters",
+)  # fmt: skip
+_RIGHT = ("latest with blanks", "latest a folder", "a folder in itself")
+REFUSED = [
+    name
+    for name in CHANGES
+    if name.startswith((*_SHARDS_REFUSED, "latest", *_ALSO_REFUSED)) and name not in _RIGHT
+]
 UNIVERSAL_NAMES: tuple[bytes, ...] = (
     b"\x1b[2J\x1b]0;owned\x07", b"a\nnote: all is well", b"\xff\xfe", "\u202eabc".encode(),
     b"a\x9b31m", b"..a", b"x" * 255, b" ", b"-", b"*", b"[a]", b"{0}", b"%s",

@@ -95,7 +95,8 @@ def written(
     return bytes(body) + directory + facts["before"] + tail + facts["comment"]
 
 
-def _zip64(*values: int) -> bytes:
+def zip64(*values: int) -> bytes:
+    """Give an extra field with numbers of 64 bits."""
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
 
 
@@ -165,7 +166,7 @@ def lies(path: Path) -> dict[str, bytes]:
         "a record inside another": made(stored, central={"offset": 4}),
         "extra that is cut short": made(pickled, central={"extra": b"\1\0\xff\xff"}),
         "zip64 extra that is missing": made(pickled, central={"size": 2**32 - 1}),
-        "zip64 of other kinds": made(pickled, central={"extra": _zip64(1, 2, 3, 4)}),
+        "zip64 of other kinds": made(pickled, central={"extra": zip64(1, 2, 3, 4)}),
         "a version of the future": made(pickled, central={"version": 255}),
     }
     for what, name in (("pickle", pickled), ("storage", stored)):
@@ -190,15 +191,15 @@ def lies(path: Path) -> dict[str, bytes]:
             f"{what} behind the end by its extra": made(name, local={"extra_bytes": 65535}),
             f"{what} past the end": made(name, central={"offset": 2**31}),
             f"{what} far past the end": made(
-                name, central={"offset": 2**32 - 1, "extra": _zip64(2**63)}
+                name, central={"offset": 2**32 - 1, "extra": zip64(2**63)}
             ),
             f"{what} of all bits past the end": made(
-                name, central={"offset": 2**32 - 1, "extra": _zip64(2**64 - 1)}
+                name, central={"offset": 2**32 - 1, "extra": zip64(2**64 - 1)}
             ),
             f"{what} of huge size": made(
                 name,
                 central={
-                    "size": 2**32 - 1, "packed": 2**32 - 1, "extra": _zip64(2**63, 2**63)
+                    "size": 2**32 - 1, "packed": 2**32 - 1, "extra": zip64(2**63, 2**63)
                 },
             ),
             f"{what} of gigabytes": made(name, central={"size": 2**31, "packed": 2**31}),
@@ -206,7 +207,7 @@ def lies(path: Path) -> dict[str, bytes]:
                 name,
                 central={
                     "size": 2**32 - 1, "packed": 2**32 - 1,
-                    "extra": _zip64(2**64 - 1, 2**64 - 1),
+                    "extra": zip64(2**64 - 1, 2**64 - 1),
                 },
             ),
             f"{what} of size 0": made(name, central={"size": 0, "packed": 0}),
