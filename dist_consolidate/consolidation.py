@@ -19,6 +19,7 @@ from dist_consolidate.output.crc import CrcLedger
 from dist_consolidate.output.index import MANIFEST_NAME, index_file_name, index_json
 from dist_consolidate.output.layout import FileLayout, layout_for
 from dist_consolidate.output.manifest import manifest_json
+from dist_consolidate.output.parents import missing_parents, remove_parents
 from dist_consolidate.output.publish import (
     Publication,
     check_free_space,
@@ -29,6 +30,7 @@ from dist_consolidate.output_place import OutputPlace, find_place, look_for
 from dist_consolidate.plan.outputs import OutputFile
 from dist_consolidate.plan.plan import Plan, PlannedTensor
 from dist_consolidate.planning import Planned, on_rank, on_rank_0, plan_together
+from dist_consolidate.quotas import check_quota
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
 from dist_consolidate.runtime.results import MoveResult
 from dist_consolidate.runtime.world import World
@@ -114,6 +116,7 @@ class _Run:
     moving: Moving
     # On the rank that publishes, once they are there.
     made: Publication | None = None
+    made_parents: Sequence[Path] = ()
     published: tuple[tuple[RankReport, ...], tuple[str, ...]] | None = None
 
     def __init__(
@@ -169,15 +172,18 @@ class _Run:
         """Make the work folder (on the rank that publishes)."""
         total = sum(layout.num_bytes for layout in self.layouts)
         check_free_space(target, total, overwrite=self.options.overwrite)
+        check_quota(target, total)
+        self.made_parents = missing_parents(target)
         token = f"{self.plan.digest[:8]}-{time.time_ns():x}"
         self.made = prepare(target, self.names, token, overwrite=self.options.overwrite)
-        self.world.control.clean_up_with(self.made.abandon)
+        self.world.control.clean_up_with(self.abandon)
         return self.made
 
     def abandon(self) -> None:
         """Remove what this rank has made, as far as it is not in place."""
         if self.made is not None:
             self.made.abandon()
+        remove_parents(self.made_parents)
 
     def create_files(self, publication: Publication) -> None:
         """Make all files at their full size."""
@@ -338,6 +344,7 @@ class _Run:
 
         def check() -> Path:
             check_free_space(target, total, overwrite=self.options.overwrite)
+            check_quota(target, total)
             return check_output(target, self.names, overwrite=self.options.overwrite)
 
         output_dir = self.on_publisher(check)

@@ -16,7 +16,7 @@ from dist_consolidate.checkpoint.fragments import Read
 from dist_consolidate.checkpoint.layout import locate
 from dist_consolidate.checkpoint.opening import open_descriptor
 from dist_consolidate.doing import Doing
-from dist_consolidate.errors import CheckpointError
+from dist_consolidate.errors import CheckpointError, ResourceError
 
 if TYPE_CHECKING:
     import torch
@@ -141,6 +141,7 @@ class ShardReader:
 
         Raises:
             CheckpointError: If it cannot be opened, or has another size than when planned with.
+            ResourceError: If too many are open.
             OSError: If the file system does not know these flags (``EINVAL``).
         """
         with self._lock:
@@ -159,6 +160,11 @@ class ShardReader:
         except OSError as error:
             if flags and error.errno == errno.EINVAL:
                 raise  # this file system cannot open files that way
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ResourceError(
+                    f"{path}: {error.strerror} ({len(self._descriptors)} shards are open); allow "
+                    "more with ulimit -n, or let more ranks share the work"
+                ) from error
             raise CheckpointError(f"{path}: {error.strerror}") from error
         self._descriptors[file, flags], self._paths[file] = descriptor, path
         size = os.fstat(descriptor).st_size
