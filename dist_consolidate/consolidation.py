@@ -19,7 +19,7 @@ from dist_consolidate.output.crc import CrcLedger
 from dist_consolidate.output.index import MANIFEST_NAME, index_file_name, index_json
 from dist_consolidate.output.layout import FileLayout, layout_for
 from dist_consolidate.output.manifest import manifest_json
-from dist_consolidate.output.parents import missing_parents, remove_parents
+from dist_consolidate.output.parents import check_reachable, missing_parents, remove_parents
 from dist_consolidate.output.publish import (
     Publication,
     check_free_space,
@@ -171,6 +171,7 @@ class _Run:
     def prepare(self, target: Path) -> Publication:
         """Make the work folder (on the rank that publishes)."""
         total = sum(layout.num_bytes for layout in self.layouts)
+        check_reachable(target)
         check_free_space(target, total, overwrite=self.options.overwrite)
         check_quota(target, total)
         self.made_parents = missing_parents(target)
@@ -343,6 +344,7 @@ class _Run:
         total = sum(layout.num_bytes for layout in self.layouts)
 
         def check() -> Path:
+            check_reachable(target)
             check_free_space(target, total, overwrite=self.options.overwrite)
             check_quota(target, total)
             return check_output(target, self.names, overwrite=self.options.overwrite)

@@ -63,7 +63,8 @@ LISTED = 'code=$?; find "$DISK" -mindepth 1 >&1; exit $code'
 
 
 def test_a_full_disk_before_the_first_byte(tmp_path: Path) -> None:
-    ended = small_disk("size=4k", f"consolidate '{CASE.ckpt}' $DISK/a/b/out; {LISTED}", tmp_path)
+    larger = CASES["z0_bf16_w2"].ckpt
+    ended = small_disk("size=4k", f"consolidate '{larger}' $DISK/a/b/out; {LISTED}", tmp_path)
     refused(ended, 4, "free some space", "bytes) free")
     assert ended.stdout == ""
 

@@ -295,7 +295,7 @@ def named_by_latest(root: Path) -> str | None:
 
 def _latest(root: Path, name: str = "latest") -> str | None:
     path = root / name
-    if path.is_dir() or not path.exists():
+    if path.is_dir() or not (path.exists() or path.is_symlink()):
         return None
     with open_plain(path, "the name of a tag") as stream:
         content = stream.read(_MAX_TAG_BYTES + 1)
@@ -381,7 +381,10 @@ def _tags(folders: dict[str, Path]) -> list[str]:
 
 def _folder(path: Path, tag: str, chosen: str) -> TagFolder:
     if has_controls(tag):
-        raise CheckpointError(f"{path}: has control characters in its name; rename the folder")
+        raise CheckpointError(
+            f"{path.parent}: the tag folder {path.name!r} has control characters in its name; "
+            "rename it"
+        )
     shards = list_shards(path)
     if not shards or all(shard.role == "universal" for shard in shards):
         raise CheckpointError(_nothing_found(path, {p.name: p for p in path.iterdir()}))

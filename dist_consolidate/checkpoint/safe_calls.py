@@ -79,14 +79,14 @@ class Known:
 
 _KEY_TYPES = (str, bytes, int, float, type(None), Inert, Known, StorageRef, frozenset, type, DType)
 _MAX_KEY_PARTS = 64
-# Hashes of integers beyond here, and those of tuples, can be chosen so that all are the same; so
-# many of them take a second.
+# Hashes of integers beyond here, and those of tuples, can be chosen so that all are the same, and
+# many of them take minutes. No state that is read has such keys: so many are kept, and no more.
 _MAX_INTEGER = 1 << 60
-_MAX_CHOSEN = 20_000
+_MAX_CHOSEN = 4000
 
 
-def _check_key(key: Any, held: Any) -> None:  # noqa: ANN401 - whatever the pickle holds
-    """Refuse a key whose hash would take long, and many that could have the same hash."""
+def _is_kept(key: Any, held: Any) -> bool:  # noqa: ANN401 - whatever the pickle holds
+    """Refuse a key whose hash would take long; tell whether another one is kept."""
     waiting, num_parts, chosen = [key], 0, type(key) is tuple
     while waiting:
         part = waiting.pop()
@@ -101,8 +101,7 @@ def _check_key(key: Any, held: Any) -> None:  # noqa: ANN401 - whatever the pick
             raise pickle.UnpicklingError(f"a dictionary has a {type(part).__name__} as a key")
         if num_parts > _MAX_KEY_PARTS:
             raise pickle.UnpicklingError("a dictionary has a key of too many parts")
-    if chosen and isinstance(held, _SIZED) and len(held) > _MAX_CHOSEN:
-        raise pickle.UnpicklingError("a dictionary or set has too many such keys")
+    return not chosen or len(held.items if isinstance(held, Inert) else held) < _MAX_CHOSEN
 
 
 def _fill(target: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:  # noqa: ANN401
@@ -110,9 +109,8 @@ def _fill(target: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:  # noqa: ANN401
     if not isinstance(target, dict | Inert):
         raise pickle.UnpicklingError(f"items of a {type(target).__name__} are set")
     for key, value in pairs:
-        if type(key) is not str:
-            _check_key(key, target)
-        target[key] = value
+        if type(key) is str or _is_kept(key, target):
+            target[key] = value
     return target
 
 
@@ -122,13 +120,14 @@ def _pairs(flat: Any) -> Iterable[tuple[Any, Any]]:  # noqa: ANN401
     return zip(flat[::2], flat[1::2], strict=True)
 
 
-def _checked(items: Any) -> Any:  # noqa: ANN401
-    """Give the items of what becomes a set, once they are known to be plain."""
+def _filled(target: set[Any], items: Any) -> set[Any]:  # noqa: ANN401
+    """Add items to a set, once they are known to be plain."""
     if not isinstance(items, tuple | list | set | frozenset):
         raise pickle.UnpicklingError(f"a set is made of a {type(items).__name__}")
     for item in items:
-        _check_key(item, items)
-    return items
+        if _is_kept(item, target):
+            target.add(item)
+    return target
 
 
 def asked(pid: tuple[Any, ...]) -> Any:  # noqa: ANN401
@@ -138,15 +137,12 @@ def asked(pid: tuple[Any, ...]) -> Any:  # noqa: ANN401
     *target, items = pid
     wrapped = type(items) is tuple and len(items) == 1
     if not target:
-        return frozenset(_checked(items[0])) if wrapped else _fill({}, _pairs(items))
+        return frozenset(_filled(set(), items[0])) if wrapped else _fill({}, _pairs(items))
     if not wrapped:
         return _fill(target[0], _pairs(items))
     if type(target[0]) is not set:
         raise pickle.UnpicklingError("items are added to what is no set")
-    for item in _checked(items[0]):
-        _check_key(item, target[0])
-        target[0].add(item)
-    return target[0]
+    return _filled(target[0], items[0])
 
 
 def ordered_dict(*args: Any) -> dict[Any, Any]:  # noqa: ANN401
@@ -164,9 +160,9 @@ def plain_dict(*args: Any) -> dict[Any, Any]:  # noqa: ANN401
 
 def make_set(items: Any = ()) -> set[Any]:  # noqa: ANN401
     """Make a set."""
-    return set(_checked(items))
+    return _filled(set(), items)
 
 
 def make_frozenset(items: Any = ()) -> frozenset[Any]:  # noqa: ANN401
     """Make a frozen set."""
-    return frozenset(_checked(items))
+    return frozenset(_filled(set(), items))
