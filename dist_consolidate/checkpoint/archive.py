@@ -32,6 +32,8 @@ from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 _LOCAL_HEADER = struct.Struct("<4s2xHH12xIHH")
 _END_OF_DIRECTORY, _END64, _MAX_COMMENT_BYTES = struct.Struct("<4s8xI6x"), 76, 1 << 16
 _UNKNOWN = 0xFFFFFFFF
+# An expanded tensor shows the same elements many times; a few bytes must not become terabytes.
+_MAX_SPREAD_BYTES = 1 << 30
 # Half a million records; the directory is read whole.
 MAX_DIRECTORY_BYTES = 64 << 20
 
@@ -286,6 +288,12 @@ class Archive:
             raise CheckpointError(
                 f"{self.path}: storage record data/{tensor.storage.key} holds {held} bytes, but a "
                 f"tensor of shape {list(tensor.shape)} in it needs {need}"
+            )
+        if place.num_numel * width > max(held, _MAX_SPREAD_BYTES):
+            raise CheckpointError(
+                f"{self.path}: a tensor of shape {list(tensor.shape)} spreads {held} bytes of "
+                f"storage record data/{tensor.storage.key} over {place.num_numel * width}; this is "
+                "not what training leaves"
             )
         offset_bytes = base + tensor.offset_numel * width
         return TensorSpan(self.name, offset_bytes, tensor.dtype, tensor.shape, tensor.stride)

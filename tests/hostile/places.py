@@ -131,7 +131,8 @@ def zipped(content: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> by
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as archive:
         for name, data in content.items():
-            archive.writestr(name, data)
+            # Without a date of today, so that the same content gives the same bytes.
+            archive.writestr(zipfile.ZipInfo(name), data, method)
     return buffer.getvalue()
 
 
