@@ -193,6 +193,11 @@ def _encode(text: Any, encoding: Any = "utf-8") -> Any:  # noqa: ANN401
     return text.encode(encoding) if plain else Inert(text, encoding)
 
 
+def _bytes(*args: Any) -> Any:  # noqa: ANN401
+    """Make what protocol 2 pickles empty bytes as; a number would be a length."""
+    return Inert(*args) if args else b""
+
+
 def _defaultdict(*_args: Any) -> dict[Any, Any]:  # noqa: ANN401
     return {}
 
@@ -223,6 +228,7 @@ for _builtins in ("builtins", "__builtin__"):
         (_builtins, "set"): make_set,
         (_builtins, "frozenset"): make_frozenset,
         (_builtins, "dict"): plain_dict,
+        (_builtins, "bytes"): _bytes,
         (_builtins, "list"): list,
         (_builtins, "tuple"): tuple,
     }
