@@ -8,7 +8,6 @@ each hostile thing is put into a few places, and every place gets a few; with
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import re
 import shutil
@@ -32,8 +31,8 @@ from tests.hostile.places import (
     with_pickle,
 )
 from tests.hostile.worker import Outcome, Worker
+from tests.long import IS_LONG
 
-LONG = bool(os.environ.get("DIST_CONSOLIDATE_LONG"))
 LIMIT_SEC, LIMIT_BYTES = 5.0, 500 * 10**6
 # What a terminal must not be sent; lines are the tool's own.
 CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -115,7 +114,7 @@ def told(label: object, got: Outcome, wrong: Sequence[str]) -> str:
 
 def chosen(names: Sequence[str], where: Sequence[Place], few: int) -> list[tuple[str, Place]]:
     """Pair hostile things with places: each with a few places, each place with a few of them."""
-    if LONG:
+    if IS_LONG:
         return [(name, place) for place in where for name in names]
     choice = random.Random(7)
     alike: dict[tuple[object, ...], list[Place]] = {}
@@ -158,7 +157,7 @@ WHOLE = [place for place in places() if not place.keys]
 
 def test_what_would_run(shooting: Range) -> None:
     objects = pickles.running(str(shooting.canary))
-    pairs = [(n, p) for n in objects for p in (WHOLE if LONG else WHOLE[:1])]
+    pairs = [(n, p) for n in objects for p in (WHOLE if IS_LONG else WHOLE[:1])]
     problems = try_out(shooting, objects, pairs + chosen(list(objects), places(), 2))
     assert not problems, "\n".join(problems)
 
@@ -167,7 +166,7 @@ def test_what_takes_for_ever(shooting: Range) -> None:
     objects = pickles.wasteful()
     inside = [place for place in places() if place.keys]
     pairs = [(name, WHOLE[i % len(WHOLE)]) for i, name in enumerate(objects)]
-    few = random.Random(3).sample(inside, 8) if LONG else inside[2:3]
+    few = random.Random(3).sample(inside, 8) if IS_LONG else inside[2:3]
     pairs += [(name, place) for name in objects for place in few]
     problems = try_out(shooting, objects, pairs)
     assert not problems, "\n".join(problems)
@@ -217,7 +216,7 @@ ZIPPED = [
 SHOWN = ("pickle ", "deflated", "bzip2", "lzma", "a bomb as", "no pickle", "two pickles", "half")
 
 
-@pytest.mark.parametrize("case", LAYOUTS if LONG else ("universal_kitchen_z3_bf16_w2",))
+@pytest.mark.parametrize("case", LAYOUTS if IS_LONG else ("universal_kitchen_z3_bf16_w2",))
 def test_zips(shooting: Range, case: str) -> None:
     problems = []
     for place in ZIPPED:
@@ -262,8 +261,8 @@ def changed(shooting: Range, case: str, change: Callable[[Path, Path], object]) 
 @pytest.mark.parametrize("name", folders.CHANGES)
 def test_folders(shooting: Range, name: str) -> None:
     problems = []
-    for case in LAYOUTS if LONG else (LAYOUTS[2],):
-        for file in files_of(case) if LONG else files_of(case)[-1:]:
+    for case in LAYOUTS if IS_LONG else (LAYOUTS[2],):
+        for file in files_of(case) if IS_LONG else files_of(case)[-1:]:
             problems += changed(
                 shooting,
                 case,
