@@ -79,15 +79,15 @@ class Known:
 
 _KEY_TYPES = (str, bytes, int, float, type(None), Inert, Known, StorageRef, frozenset, type, DType)
 _MAX_KEY_PARTS = 64
-# Hashes of integers beyond here, and those of tuples, can be chosen so that all are the same, and
-# many of them take minutes. No state that is read has such keys: so many are kept, and no more.
+# Hashes of integers beyond here, and those of tuples and sets, can be chosen so that all are the
+# same, and many of them take minutes. No state that is read has such keys: so many are kept.
 _MAX_INTEGER = 1 << 60
 _MAX_CHOSEN = 4000
 
 
 def _is_kept(key: Any, held: Any) -> bool:  # noqa: ANN401 - whatever the pickle holds
     """Refuse a key whose hash would take long; tell whether another one is kept."""
-    waiting, num_parts, chosen = [key], 0, type(key) is tuple
+    waiting, num_parts, chosen = [key], 0, type(key) in (tuple, frozenset)
     while waiting:
         part = waiting.pop()
         num_parts += 1
