@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 from dist_consolidate.api import run, run_verify
 from dist_consolidate.arguments import parse
-from dist_consolidate.errors import Caught, CheckpointError, ConsolidateError, UsageError
+from dist_consolidate.errors import (
+    Caught,
+    CheckpointError,
+    ConsolidateError,
+    UsageError,
+    printable,
+)
 from dist_consolidate.runtime.launched import Launched, find_launched
 from dist_consolidate.runtime.watch import Stopped, Watch
 from dist_consolidate.speaking import SAID, parsed
@@ -80,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return watch.code
     if leads:
         for line in lines:
-            print(line)
+            print(printable(line))
     # One rank says so: a launcher ends all others as soon as one has ended that way.
     return code if leads else 0
 
@@ -120,7 +126,7 @@ def _launched(launcher: str = "auto", otherwise: Launched | None = None) -> Laun
 def _tell(error: Exception, launched: Launched, advice: Callable[[], str] | None = None) -> None:
     """Say what went wrong, to people and to torchrun: once, where all ranks know the same."""
     known = isinstance(error, ConsolidateError)
-    text = str(error) if known else "".join(traceback.format_exception(error))
+    text = printable(str(error) if known else "".join(traceback.format_exception(error)))
     shared = isinstance(error, ConsolidateError) and error.agreed
     # What is wrong with a machine is told once for each of them.
     local = isinstance(error, UsageError) and bool(launched.local_rank)

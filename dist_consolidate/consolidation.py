@@ -25,6 +25,7 @@ from dist_consolidate.output.index import (
     is_entry_point,
 )
 from dist_consolidate.output.layout import FileLayout, layout_for
+from dist_consolidate.output.parents import check_reachable, missing_parents, remove_parents
 from dist_consolidate.output.publish import (
     Publication,
     check_free_space,
@@ -36,6 +37,7 @@ from dist_consolidate.output_place import OutputPlace, find_place, look_for
 from dist_consolidate.plan.outputs import OutputFile
 from dist_consolidate.plan.plan import Plan
 from dist_consolidate.planning import Planned, on_rank, on_rank_0, plan_together
+from dist_consolidate.quotas import check_quota
 from dist_consolidate.report import RankReport, Report, peak_memory_bytes
 from dist_consolidate.resuming import (
     identify,
@@ -136,6 +138,7 @@ class _Run:
     # On every rank, where work may be left for a later run.
     home: Path | None = None
     journals: JournalPlace | None = None
+    made_parents: Sequence[Path] = ()
     published: tuple[tuple[RankReport, ...], tuple[str, ...]] | None = None
 
     def __init__(
@@ -210,7 +213,10 @@ class _Run:
     def prepare(self, target: Path) -> Publication:
         """Make the work folder (on the rank that publishes)."""
         total = sum(layout.num_bytes for layout in self.layouts)
+        check_reachable(target)
         check_free_space(target, total, overwrite=self.options.overwrite)
+        check_quota(target, total)
+        self.made_parents = missing_parents(target)
         token = f"{self.plan.digest[:8]}-{time.time_ns():x}"
         publication = prepare(
             target,
@@ -234,6 +240,7 @@ class _Run:
             self.made.leave()
         else:
             self.made.abandon()
+        remove_parents(self.made_parents)
 
     def advise(self, error: BaseException) -> None:
         """Say in an error what can be done with what is left."""
@@ -376,7 +383,9 @@ class _Run:
         total = sum(layout.num_bytes for layout in self.layouts)
 
         def check() -> Path:
+            check_reachable(target)
             check_free_space(target, total, overwrite=self.options.overwrite)
+            check_quota(target, total)
             return check_output(target, self.names, overwrite=self.options.overwrite)
 
         output_dir = self.on_publisher(check)

@@ -7,6 +7,7 @@ what was expected, and ends with what to do.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -156,3 +157,36 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     """Write names one behind the other, the first of them where there are many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+# Longer lines are names that no model has.
+_MAX_LINE_LENGTH = 4000
+
+
+def has_controls(text: str) -> bool:
+    """Whether characters are in a text that move a terminal's cursor, or end a line."""
+    return not text.isprintable() and any(unicodedata.category(c) == "Cc" for c in text)
+
+
+def printable(text: str) -> str:
+    """Make a text fit for a terminal: what a checkpoint's names do to one is up to a stranger.
+
+    Args:
+        text: Lines; names of files and tensors may be in them.
+
+    Returns:
+        The same lines, every character that is none to be seen (control characters, marks that
+        turn the direction of writing, halves of surrogates) written as an escape, and the middle
+        of endless lines left out.
+    """
+    return "\n".join(map(_printable_line, text.split("\n")))
+
+
+def _printable_line(line: str) -> str:
+    if len(line) > _MAX_LINE_LENGTH:
+        half = _MAX_LINE_LENGTH // 2
+        line = f"{line[:half]}[... {len(line) - 2 * half} characters ...]{line[-half:]}"
+    if line.isprintable():
+        return line
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return "".join(escaped)

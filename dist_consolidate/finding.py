@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dist_consolidate.checkpoint.layout import (
     TagFolder,
+    TagOrder,
     find_tag,
     named_by_latest,
     tag_order,
@@ -40,7 +41,7 @@ class TagView:
 
     host: str
     found: TagFolder | None
-    order: tuple[int, float, str] = (-1, 0.0, "")
+    order: TagOrder = (-1, -1, 0.0, "")
     latest: str | None = None
     error: CheckpointError | None = None
 

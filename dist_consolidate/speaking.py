@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from dist_consolidate.errors import UsageError
+from dist_consolidate.errors import UsageError, printable
 from dist_consolidate.runtime.launched import Launched, meeting_place
 from dist_consolidate.runtime.voice import Voice
 
@@ -61,5 +61,5 @@ def _loudly(parse: Callable[[], _T]) -> _T:
     try:
         return parse()
     except UsageError as error:
-        sys.stderr.write(f"{SAID}{error}\n")
+        sys.stderr.write(printable(f"{SAID}{error}") + "\n")
         raise

@@ -12,8 +12,10 @@ the central one.
 from __future__ import annotations
 
 import math
+import os
 import re
 import struct
+import weakref
 import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,11 +23,19 @@ from typing import Any, BinaryIO
 from dist_consolidate.checkpoint import unpickle
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.legacy import LegacyFile, is_legacy
+from dist_consolidate.checkpoint.opcodes import MAX_PICKLE_BYTES
+from dist_consolidate.checkpoint.opening import open_plain
 from dist_consolidate.checkpoint.unpickle import TensorRef
 from dist_consolidate.checksums import crc32
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_LOCAL_HEADER = struct.Struct("<4s2xHH12xIHH")
+_END_OF_DIRECTORY, _END64, _MAX_COMMENT_BYTES = struct.Struct("<4s8xI6x"), 76, 1 << 16
+_UNKNOWN = 0xFFFFFFFF
+# An expanded tensor shows the same elements many times; a few bytes must not become terabytes.
+_MAX_SPREAD_BYTES = 1 << 30
+# Half a million records; the directory is read whole.
+MAX_DIRECTORY_BYTES = 64 << 20
 
 
 class ZipRecords:
@@ -54,15 +64,24 @@ class ZipRecords:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     def _open(self) -> None:
-        self._num_bytes = self.path.stat().st_size
-        with self.path.open("rb") as stream:
+        with open_plain(self.path) as stream:
+            self._num_bytes = os.fstat(stream.fileno()).st_size
+            self._descriptor = os.dup(stream.fileno())
+            weakref.finalize(self, os.close, self._descriptor)
             head = stream.read(10)
-        if not head:
-            raise CheckpointError(f"{self.path}: is empty (0 bytes); the save did not finish")
+            self._read_directory(stream, head)
+
+    def _read_directory(self, stream: BinaryIO, head: bytes) -> None:
+        size = directory_bytes(stream)
+        if size > MAX_DIRECTORY_BYTES:
+            raise CheckpointError(
+                f"{self.path}: its zip directory claims {size} bytes, which is more than any file "
+                "of torch's has; copy the file again or save again"
+            )
         try:
-            with zipfile.ZipFile(self.path) as archive:
-                entries = archive.infolist()
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            with zipfile.ZipFile(stream) as archive:
+                entries, end_bytes = archive.infolist(), archive.start_dir
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
             found = f"found {self._num_bytes} bytes without a zip directory at their end"
             if not head.startswith(b"PK"):
                 raise CheckpointError(
@@ -74,6 +93,21 @@ class ZipRecords:
                 f"{self.path}: truncated or damaged: {found}; copy the file again or save again"
             ) from error
         self._index(entries)
+        self._bound(entries, end_bytes)
+        self._check_byteorder()
+
+    def _bound(self, entries: list[zipfile.ZipInfo], end_bytes: int) -> None:
+        """Note where each record must end: where the next one begins, or the directory."""
+        self._ends: dict[str, int] = {}
+        after = end_bytes
+        for entry in sorted(entries, key=lambda entry: entry.header_offset, reverse=True):
+            if entry.header_offset + _LOCAL_HEADER.size + entry.compress_size > after:
+                raise CheckpointError(
+                    f"{self.path}: record {entry.filename!r} reaches into what follows it; the "
+                    "zip directory is damaged: copy the file again or save again"
+                )
+            self._ends[entry.filename] = after
+            after = entry.header_offset
 
     def _index(self, entries: list[zipfile.ZipInfo]) -> None:
         pickles = [entry.filename for entry in entries if entry.filename.endswith("/data.pkl")]
@@ -88,7 +122,10 @@ class ZipRecords:
                 raise CheckpointError(f"{self.path}: record {entry.filename!r} is there twice")
             self._records[entry.filename] = entry
         self._root = root
-        byteorder = self.read_small("byteorder") if root + "byteorder" in self._records else b""
+
+    def _check_byteorder(self) -> None:
+        known = self._root + "byteorder" in self._records
+        byteorder = self.read_small("byteorder") if known else b""
         if byteorder.strip() == b"big":
             raise UnsupportedLayoutError(
                 f"{self.path}: was written on a big-endian machine, which is not supported"
@@ -113,41 +150,50 @@ class ZipRecords:
     def data_offset_bytes(self, name: str) -> int:
         """Give the address of a record's first byte, from its local header."""
         if name not in self._offsets:
-            with self.path.open("rb") as stream:
-                self._find(name, stream)
-        return self._offsets[name]
-
-    def _find(self, name: str, stream: BinaryIO) -> None:
-        if name not in self._offsets:
             entry = self.record(name)
-            stream.seek(entry.header_offset)
-            header = stream.read(_LOCAL_HEADER.size)
+            own_name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
+            wanted_bytes = _LOCAL_HEADER.size + len(own_name)
+            header = os.pread(self._descriptor, wanted_bytes, entry.header_offset)
             if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
                 raise CheckpointError(f"{self.path}: record {name!r} has no local header")
-            _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+            _, flags, method, size, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
+            # A size may be left to the directory.
+            same_size = size in (0, _UNKNOWN, entry.file_size)
+            same_name = name_bytes == len(own_name) and header.endswith(own_name)
+            if flags & 1 or method != zipfile.ZIP_STORED or not same_size or not same_name:
+                raise CheckpointError(
+                    f"{self.path}: the local header of record {name!r} contradicts the archive's "
+                    "directory; the file is damaged: copy it again or save again"
+                )
             offset = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-            if offset + entry.file_size > self._num_bytes:
+            if offset + entry.file_size > self._ends[entry.filename]:
                 raise CheckpointError(
                     f"{self.path}: record {name!r} ends at byte {offset + entry.file_size}, "
-                    f"but the file has {self._num_bytes}; it is truncated"
+                    f"but what follows begins at {self._ends[entry.filename]} (the file has "
+                    f"{self._num_bytes}); it is truncated or damaged"
                 )
             self._offsets[name] = offset
+        return self._offsets[name]
 
     def places(self) -> list[tuple[str, int, int, int]]:
         """List the records: name, first byte, length and CRC-32 (0 if torch computed none)."""
         names = [n.removeprefix(self._root) for n in self._records if n.startswith(self._root)]
-        with self.path.open("rb") as stream:
-            for name in names:
-                self._find(name, stream)
         entries = {name: self.record(name) for name in names}
-        return [(name, self._offsets[name], e.file_size, e.CRC) for name, e in entries.items()]
+        return [
+            (name, self.data_offset_bytes(name), entry.file_size, entry.CRC)
+            for name, entry in entries.items()
+        ]
 
     def read_small(self, name: str) -> bytes:
         """Read a small record whole."""
         entry, offset = self.record(name), self.data_offset_bytes(name)
-        with self.path.open("rb") as stream:
-            stream.seek(offset)
-            data = stream.read(entry.file_size)
+        if entry.file_size > MAX_PICKLE_BYTES:
+            raise CheckpointError(
+                f"{self.path}: record {name!r} has {entry.file_size} bytes, at most "
+                f"{MAX_PICKLE_BYTES} are read of what is no tensor; save without the large objects "
+                "in the client state, or as tensors"
+            )
+        data = os.pread(self._descriptor, entry.file_size, offset)
         # torch can be told to compute no CRC; then it is 0.
         if entry.CRC and crc32(data) != entry.CRC:
             raise CheckpointError(
@@ -155,6 +201,28 @@ class ZipRecords:
                 "says; the file is damaged: copy it again or save again"
             )
         return data
+
+
+def directory_bytes(stream: BinaryIO) -> int:
+    """Give the length of a zip file's directory, as the file's end claims it.
+
+    Args:
+        stream: The file.
+
+    Returns:
+        The length, which nothing has checked; 0 where there is no such end.
+    """
+    num_bytes = os.fstat(stream.fileno()).st_size
+    tail_bytes = min(num_bytes, _END64 + _END_OF_DIRECTORY.size + _MAX_COMMENT_BYTES)
+    stream.seek(num_bytes - tail_bytes)
+    tail = stream.read(tail_bytes)
+    at, size = tail.rfind(b"PK\5\6"), 0
+    if 0 <= at <= len(tail) - _END_OF_DIRECTORY.size:
+        size = _END_OF_DIRECTORY.unpack_from(tail, at)[1]
+        if at >= _END64 and tail.startswith(b"PK\6\6", at - _END64):
+            (size,) = struct.unpack_from("<Q", tail, at - _END64 + 40)
+    stream.seek(0)
+    return size
 
 
 class Archive:
@@ -202,7 +270,7 @@ class Archive:
         code, span = _SCALARS.get(tensor.dtype.name), self.span(tensor)
         if code is None or span.num_numel != 1:
             return None
-        with self.path.open("rb") as stream:
+        with open_plain(self.path) as stream:
             stream.seek(span.offset_bytes)
             (value,) = struct.unpack(code, stream.read(span.dtype.itemsize_bytes))
         return int(value) if math.isfinite(value) else None
@@ -229,6 +297,12 @@ class Archive:
             raise CheckpointError(
                 f"{self.path}: storage record data/{tensor.storage.key} holds {held} bytes, but a "
                 f"tensor of shape {list(tensor.shape)} in it needs {need}"
+            )
+        if place.num_numel * width > max(held, _MAX_SPREAD_BYTES):
+            raise CheckpointError(
+                f"{self.path}: a tensor of shape {list(tensor.shape)} spreads {held} bytes of "
+                f"storage record data/{tensor.storage.key} over {place.num_numel * width}; this is "
+                "not what training leaves"
             )
         offset_bytes = base + tensor.offset_numel * width
         return TensorSpan(self.name, offset_bytes, tensor.dtype, tensor.shape, tensor.stride)

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dist_consolidate.checkpoint.archive import ZipRecords
+from dist_consolidate.checkpoint.archive import MAX_DIRECTORY_BYTES, ZipRecords, directory_bytes
 from dist_consolidate.checkpoint.layout import ShardFile
 from dist_consolidate.checkpoint.legacy import is_legacy
 from dist_consolidate.checkpoint.model import own_source
 from dist_consolidate.checkpoint.model_states import read_model_state
+from dist_consolidate.checkpoint.opening import open_plain
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState, ModuleEntry
 
@@ -89,8 +90,11 @@ def read_copy(base: Path, shard: ShardFile) -> Copy:
 def _content(path: Path) -> str:
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
+        with open_plain(path) as stream:
+            if directory_bytes(stream) > MAX_DIRECTORY_BYTES:
+                raise zipfile.BadZipFile("its directory is too large")
+            with zipfile.ZipFile(stream) as archive:
+                entries = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         entries = []
     # torch can be told to compute no CRC; then it is 0.
@@ -100,7 +104,7 @@ def _content(path: Path) -> str:
                 repr((entry.filename, entry.CRC, entry.file_size, entry.header_offset)).encode()
             )
         return digest.hexdigest()
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         while data := stream.read(_CHUNK_BYTES):
             digest.update(data)
     return digest.hexdigest()

@@ -16,7 +16,9 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, listing
+from dist_consolidate.checkpoint.archive import scan_integer
+from dist_consolidate.checkpoint.opening import open_plain
+from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, has_controls, listing
 
 Role = Literal["model", "optim", "expert", "expert-optim", "layer", "swap", "universal"]
 
@@ -120,6 +122,8 @@ class TagFolder:
         return dataclasses.replace(self, shards=tuple(mine))
 
 
+# No file system takes longer paths.
+_MAX_TAG_BYTES = 4096
 # What is recorded may be any number; so many missing ones tell enough.
 _MAX_MISSING = 1000
 
@@ -235,14 +239,43 @@ def _step(name: str) -> int:
     return int(numbers[-1]) if numbers else -1
 
 
-def tag_order(tag: Path) -> tuple[int, float, str]:
-    """Give what tells newer tags from older ones: the step in the name, or when it was written."""
-    return (_step(tag.name), tag.stat().st_mtime, tag.name)
+TagOrder = tuple[int, int, float, str]
 
 
-def _newest(tags: Iterable[Path]) -> Path:
-    """Pick the highest step in the name; where no name has one, the last one written."""
-    return max(tags, key=tag_order)
+def tag_order(tag: Path) -> TagOrder:
+    """Give what tells newer tags from older ones.
+
+    Args:
+        tag: A tag folder.
+
+    Returns:
+        The step in the name; where it has none, the step that is recorded. When the folder was
+        written comes last: clocks of nodes and of file servers differ.
+    """
+    step = _step(tag.name)
+    recorded = _recorded_step(tag) if step < 0 else -1
+    return (step, recorded, tag.stat().st_mtime, tag.name)
+
+
+def _recorded_step(tag: Path) -> int:
+    models = [shard for shard in list_shards(tag) if shard.role == "model"]
+    try:
+        step = scan_integer(tag / models[0].name, "global_steps") if models else None
+    except CheckpointError:  # to be told if this is the tag that is read
+        step = None
+    return -1 if step is None else step
+
+
+def _newest(tags: Sequence[Path]) -> tuple[Path, str]:
+    """Pick the highest step; say how that is known."""
+    if len(tags) == 1:
+        return tags[0], "the only tag"
+    orders = sorted(((tag_order(tag), tag) for tag in tags), reverse=True)
+    (best, newest), (second, _) = orders[:2]
+    if best[:2] == second[:2]:
+        return newest, f"the last written of {len(tags)} tags that tell no step, or the same"
+    told = "" if best[0] >= 0 else ", by the steps they record"
+    return newest, f"the newest of {len(tags)} tags{told}"
 
 
 def named_by_latest(root: Path) -> str | None:
@@ -262,10 +295,18 @@ def named_by_latest(root: Path) -> str | None:
 
 def _latest(root: Path, name: str = "latest") -> str | None:
     path = root / name
-    if not path.is_file():
+    if path.is_dir() or not (path.exists() or path.is_symlink()):
         return None
-    tag = path.read_bytes().decode("utf-8-sig", "replace").strip().strip("\0")
-    if not tag or Path(tag).is_absolute() or ".." in Path(tag).parts:
+    with open_plain(path, "the name of a tag") as stream:
+        content = stream.read(_MAX_TAG_BYTES + 1)
+    if len(content) > _MAX_TAG_BYTES:
+        raise CheckpointError(
+            f"{path}: has more than {_MAX_TAG_BYTES} bytes, expected the name of a tag; name the "
+            "right one with --tag"
+        )
+    tag = content.decode("utf-8-sig", "replace").strip().strip("\0")
+    odd = has_controls(tag)
+    if not tag or odd or Path(tag).is_absolute() or ".." in Path(tag).parts:
         found = f"holds {tag!r}, which is no tag (a folder beside it)" if tag else "is empty"
         raise CheckpointError(f"{path}: {found}; name the right one with --tag")
     return tag
@@ -329,9 +370,7 @@ def _find_tag(root: Path, tag: str | None) -> TagFolder:
         return _folder(root / made, made, "named by `latest_universal`")
     if not with_shards:
         raise CheckpointError(_nothing_found(root, tags))
-    newest = _newest(with_shards)
-    count = len(with_shards)
-    chosen = f"the newest of {count} tags" if count > 1 else "the only tag"
+    newest, chosen = _newest(with_shards)
     return _folder(newest, newest.name, f"no `latest`; {chosen}")
 
 
@@ -341,6 +380,11 @@ def _tags(folders: dict[str, Path]) -> list[str]:
 
 
 def _folder(path: Path, tag: str, chosen: str) -> TagFolder:
+    if has_controls(tag):
+        raise CheckpointError(
+            f"{path.parent}: the tag folder {path.name!r} has control characters in its name; "
+            "rename it"
+        )
     shards = list_shards(path)
     if not shards or all(shard.role == "universal" for shard in shards):
         raise CheckpointError(_nothing_found(path, {p.name: p for p in path.iterdir()}))

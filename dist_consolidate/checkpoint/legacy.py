@@ -11,12 +11,15 @@ as int64, and the elements.
 
 from __future__ import annotations
 
+import os
+import reprlib
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dist_consolidate.checkpoint import unpickle
+from dist_consolidate.checkpoint.opening import open_plain
 from dist_consolidate.checkpoint.unpickle import StorageRef
 from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
 
@@ -44,8 +47,8 @@ class LegacyFile:
         """
         self._path = path
         self._places: dict[str, tuple[int, int]] = {}
-        with path.open("rb") as stream:
-            self._num_bytes = path.stat().st_size
+        with open_plain(path) as stream:
+            self._num_bytes = os.fstat(stream.fileno()).st_size
             keys, storages = self._read_pickles(stream)
             self._locate(stream, keys, storages)
 
@@ -62,7 +65,8 @@ class LegacyFile:
         if magic != _MAGIC_NUMBER or protocol != _PROTOCOL or not isinstance(keys, list):
             raise CheckpointError(
                 f"{self._path}: is in torch's format of before 1.6 (not a zip file) with protocol "
-                f"{protocol!r}, expected {_PROTOCOL}; torch.load it and torch.save it again"
+                f"{reprlib.repr(protocol)}, expected {_PROTOCOL}; torch.load it and torch.save it "
+                "again"
             )
         if not isinstance(machine, dict) or machine.get("little_endian") is not True:
             raise UnsupportedLayoutError(
@@ -78,8 +82,9 @@ class LegacyFile:
             storage = storages.get(key) if isinstance(key, str) else None
             if storage is None:
                 raise CheckpointError(
-                    f"{self._path}: holds a storage {key!r} of a kind that is not known, so that "
-                    "nothing tells where the next one begins; torch.load it and torch.save it again"
+                    f"{self._path}: holds a storage {reprlib.repr(key)} of a kind that is not "
+                    "known, so that nothing tells where the next one begins; torch.load it and "
+                    "torch.save it again"
                 )
             stream.seek(at)
             head = stream.read(_COUNT.size)
@@ -128,5 +133,5 @@ def is_legacy(path: Path) -> bool:
     Raises:
         OSError: If it cannot be read.
     """
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         return stream.read(len(MAGIC)) == MAGIC

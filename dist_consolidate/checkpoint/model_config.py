@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_consolidate.checkpoint.tensor_pieces import Shape
+from dist_consolidate.checkpoint.tensor_user import read_limited
 from dist_consolidate.errors import Caught, UsageError
 
 _MAX_BYTES = 16 << 20
@@ -29,6 +30,7 @@ _UNFUSED = frozenset(
         *("lm_head", "embed_out", "embed_tokens", "wte", "word_embeddings", "shared"),
     )
 )
+_MOST = {"layer": 10_000, "expert": 10_000, "block": 1 << 20, "depth": 10_000, "position": 1 << 24}
 # Each names code to be fetched or run.
 _DROPPED = frozenset(
     ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
@@ -44,8 +46,10 @@ def find_config(folder: Path) -> Path | None:
 
 def _is(path: Path) -> bool:
     try:
-        return path.is_file() and "architectures" in path.read_text(encoding="utf-8")
-    except (OSError, ValueError, RecursionError):
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+            return False
+        return "architectures" in path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return False
 
 
@@ -70,9 +74,7 @@ def full_shapes(path: Path) -> dict[str, Shape]:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"--hf-config {file}: is no config.json (too large)")
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(read_limited(file, "--hf-config"))
     except OSError as error:
         raise UsageError(f"--hf-config {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -96,15 +98,21 @@ def full_shapes(path: Path) -> dict[str, Shape]:
     return shapes
 
 
-def _harmless(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    """Drop the entries that speak of code, at any depth."""
+def _harmless(value: Any, key: str = "") -> Any:  # noqa: ANN401 - any JSON
+    """Drop the entries that speak of code, at any depth; refuse numbers that would never end."""
     if isinstance(value, dict):
         return {
-            key: _harmless(item)
+            key: _harmless(item, key)
             for key, item in value.items()
             if key not in _DROPPED and not key.startswith("_")
         }
-    return [_harmless(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_harmless(item, key) for item in value]
+    # Of the numbers of layers and experts, as many modules are made; of positions, tables.
+    for word, most in _MOST.items():
+        if word in key and isinstance(value, int) and value > most:
+            raise ValueError(f"{key} = {value:.6g} is beyond {most}")
+    return value
 
 
 def _on_meta(tree: dict[str, Any], name: str) -> dict[str, Shape]:

@@ -11,9 +11,10 @@ from dist_consolidate.checkpoint.archive import Archive
 from dist_consolidate.checkpoint.expert_states import facts_of_model
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile
-from dist_consolidate.checkpoint.nested import check_names, flattened, is_nested
+from dist_consolidate.checkpoint.nested import Nesting, check_names, flattened
 from dist_consolidate.checkpoint.pickled import (
     as_mapping,
+    check_name,
     device_of,
     integer,
     is_named,
@@ -162,14 +163,13 @@ def _module(
     value = as_mapping(value)
     if value is None:
         raise wrong(archive.path, "`module` is no state dict")
-    entries, odd = {}, {}
+    entries, odd, nesting = {}, {}, Nesting()
     for name, tensor in value.items():
-        if not isinstance(name, str):
-            raise wrong(archive.path, f"`module` has the key {name!r}")
+        check_name(archive.path, name, "`module`")
         if isinstance(tensor, TensorRef):
             plain = dataclasses.replace(tensor, attributes=None)
             entries[name] = ModuleEntry(plain, archive.span(tensor))
-        elif is_nested(name, tensor):
+        elif nesting.has(name, tensor):
             raise UnsupportedLayoutError(
                 f"{archive.path}: `module` is nested ({name!r} holds tensors of its own), as "
                 "Megatron-DeepSpeed writes it; this version reads flat state dicts only"
@@ -201,7 +201,7 @@ def _pairs(path: Path, value: Any) -> dict[str, str] | None:  # noqa: ANN401
         return None
     if not all(isinstance(name, str) for pair in value.items() for name in pair):
         raise wrong(path, "shared_params holds what are no names")
-    return dict(value)
+    return {check_name(path, n, "shared_params"): v for n, v in value.items()}
 
 
 def fp32_masters(

@@ -15,16 +15,55 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dist_consolidate.checkpoint.plain import Limit
 from dist_consolidate.checkpoint.unpickle import TensorRef
 from dist_consolidate.errors import UnsupportedLayoutError
 
 _MAX_DEPTH = 32
 
 
-def is_nested(name: str, value: Any) -> bool:  # noqa: ANN401 - whatever the pickle holds
-    """Whether a value of ``module`` is a state dict itself; an extra state may hold anything."""
-    extra = name.endswith("_extra_state")
-    return isinstance(value, Mapping) and not extra and _holds_tensor(value)
+class Nesting:
+    """Tells which values of one ``module`` are state dicts themselves."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.limit = Limit()
+        # Looked through before, without a tensor in it.
+        self._plain: set[int] = set()
+
+    def has(self, name: str, value: Any) -> bool:  # noqa: ANN401 - whatever the pickle holds
+        """Whether a value of ``module`` is a state dict; an extra state may hold anything.
+
+        Args:
+            name: Its key.
+            value: The value.
+
+        Returns:
+            True if a tensor is in it.
+
+        Raises:
+            ValueError: If looking through takes too long.
+        """
+        extra = name.endswith("_extra_state")
+        return isinstance(value, Mapping) and not extra and self._holds_tensor(value)
+
+    def _holds_tensor(self, tree: Mapping[Any, Any]) -> bool:
+        pending: list[Any] = [tree]
+        seen: set[int] = set()
+        while pending:
+            value = pending.pop()
+            if isinstance(value, TensorRef):
+                return True
+            if (
+                isinstance(value, Mapping)
+                and id(value) not in seen
+                and id(value) not in self._plain
+            ):
+                seen.add(id(value))
+                pending.extend(value.values())
+            self.limit.take()
+        self._plain |= seen
+        return False
 
 
 def flattened(module: Mapping[Any, Any]) -> dict[Any, Any] | None:
@@ -36,11 +75,11 @@ def flattened(module: Mapping[Any, Any]) -> dict[Any, Any] | None:
     Returns:
         Dotted names and their values; ``None`` if it is not nested, or cannot be flattened.
     """
-    nested = any(isinstance(name, str) and is_nested(name, v) for name, v in module.items())
-    if not nested:
+    nesting = Nesting()
+    if not any(isinstance(name, str) and nesting.has(name, v) for name, v in module.items()):
         return None
     found: dict[Any, Any] = {}
-    for name, value in _entries(module, "", 0):
+    for name, value in _entries(module, "", 0, nesting):
         if name in found:
             return None
         found[name] = value
@@ -69,23 +108,13 @@ def check_names(path: Path, names: Collection[str], known: Collection[str] | Non
         )
 
 
-def _entries(tree: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _entries(
+    tree: Mapping[Any, Any], prefix: str, depth: int, nesting: Nesting
+) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if is_nested(name, value) and depth < _MAX_DEPTH:
-            yield from _entries(value, f"{name}.", depth + 1)
+        nesting.limit.take()
+        if nesting.has(name, value) and depth < _MAX_DEPTH:
+            yield from _entries(value, f"{name}.", depth + 1, nesting)
         else:
             yield name, value
-
-
-def _holds_tensor(tree: Mapping[Any, Any]) -> bool:
-    pending: list[Any] = [tree]
-    seen = set()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, TensorRef):
-            return True
-        if isinstance(value, Mapping) and id(value) not in seen:
-            seen.add(id(value))
-            pending.extend(value.values())
-    return False

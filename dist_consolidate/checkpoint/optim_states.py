@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def read_optim_state(folder: Path, shard: ShardFile) -> OptimState:
         shard=shard,
         striped=striped,
         zero_stage=integer(state.get("zero_stage")),
-        partition_counts=tuple(c for c in counts if type(c) is int),
+        partition_counts=tuple(c for c in counts if type(c) is int and integer(c) is not None),
         parts=parts,
         rounds=rounds,
         param_shapes=param_shapes_of(archive.path, tree),
@@ -143,7 +144,7 @@ def _paddings(path: Path, value: Any) -> tuple[tuple[int, ...], ...] | None:  # 
     try:
         paddings = tuple(tuple(group) for group in value)
     except TypeError as error:
-        raise wrong(path, f"param_alignment_paddings is {value!r}") from error
+        raise wrong(path, f"param_alignment_paddings is {reprlib.repr(value)}") from error
     if not all(type(pad) is int and pad >= 0 for group in paddings for pad in group):
-        raise wrong(path, f"param_alignment_paddings is {value!r}")
+        raise wrong(path, f"param_alignment_paddings is {reprlib.repr(value)}")
     return paddings

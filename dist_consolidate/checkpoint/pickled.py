@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,32 @@ from dist_consolidate.checkpoint.archive import Archive
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.layout import ShardFile, parse_name
 from dist_consolidate.checkpoint.states import Shapes
-from dist_consolidate.checkpoint.unpickle import Inert, TensorRef
-from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError
+from dist_consolidate.checkpoint.unpickle import Inert, TensorRef, is_shape
+from dist_consolidate.errors import CheckpointError, UnsupportedLayoutError, has_controls
+
+
+def check_name(path: Path, name: Any, what: str) -> str:  # noqa: ANN401
+    """Check that something can be the name of a tensor.
+
+    Names go on into headers, messages and other people's programs; no module's attribute has a
+    control character in it, and half a surrogate cannot be written as text at all.
+
+    Args:
+        path: The file.
+        name: Whatever the pickle holds there.
+        what: What it should name, for the message.
+
+    Returns:
+        The name.
+
+    Raises:
+        CheckpointError: If it is none.
+    """
+    if not isinstance(name, str):
+        raise wrong(path, f"{what} has the key {reprlib.repr(name)}")
+    if has_controls(name) or any("\ud800" <= c <= "\udfff" for c in name):
+        raise wrong(path, f"{what} has a name with control characters in it, {name!r}")
+    return name
 
 
 def wrong(path: Path, what: str) -> CheckpointError:
@@ -19,11 +44,15 @@ def wrong(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path}: {what}; this is not what DeepSpeed writes")
 
 
+# Counters and sizes have 64 bits.
+_MAX_INTEGER = 1 << 63
+
+
 def integer(value: Any) -> int | None:  # noqa: ANN401 - whatever the pickle holds
     """Read an int, or the value of a pickled enum."""
     if isinstance(value, Inert) and value.args:
         value = value.args[0]
-    return value if type(value) is int else None
+    return value if type(value) is int and abs(value) < _MAX_INTEGER else None
 
 
 def as_mapping(value: Any) -> Mapping[Any, Any] | None:  # noqa: ANN401
@@ -53,10 +82,11 @@ def shape_map(path: Path, value: Any, what: str) -> Shapes:  # noqa: ANN401
         raise wrong(path, f"{what} is no mapping of names to shapes")
     shapes = {}
     for name, shape in value.items():
-        good = isinstance(shape, tuple | list) and all(type(s) is int and s >= 0 for s in shape)
+        good = isinstance(shape, tuple | list) and is_shape(shape)
         if not good or not isinstance(name, str):
-            raise wrong(path, f"{what} gives {name!r} the shape {shape!r}")
-        shapes[name] = tuple(shape)
+            given = f"{reprlib.repr(name)} the shape {reprlib.repr(shape)}"
+            raise wrong(path, f"{what} gives {given}")
+        shapes[check_name(path, name, what)] = tuple(shape)
     return shapes
 
 

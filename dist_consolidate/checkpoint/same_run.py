@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dist_consolidate.checkpoint.layout import TagFolder
+from dist_consolidate.checkpoint.plain import Limit
 from dist_consolidate.errors import Problems
 
 if TYPE_CHECKING:
@@ -47,16 +48,22 @@ def settings_of(config: Any) -> Settings | None:  # noqa: ANN401 - whatever the 
     if not isinstance(config, Mapping):
         return None
     found = {name: config[name] for name in _SECTIONS if name in config}
-    return tuple(sorted(_leaves(found, "", 0)))
+    return tuple(sorted(_leaves(found, "", 0, Limit())))
 
 
-def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, int | float]]:  # noqa: ANN401
+def _leaves(
+    value: Any,  # noqa: ANN401
+    name: str,
+    depth: int,
+    limit: Limit,
+) -> Iterator[tuple[str, int | float]]:
+    limit.take()
     if isinstance(value, Mapping) and depth < _MAX_DEPTH:
         for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key), depth + 1)
+            yield from _leaves(item, f"{name}.{key}" if name else str(key), depth + 1, limit)
     elif isinstance(value, list | tuple) and depth < _MAX_DEPTH:
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}[{index}]", depth + 1)
+            yield from _leaves(item, f"{name}[{index}]", depth + 1, limit)
     elif isinstance(value, int) or (isinstance(value, float) and not math.isnan(value)):
         yield name, value
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from dist_consolidate.checkpoint.layout import ShardFile, TagFolder, in_order, list_shards
 from dist_consolidate.checkpoint.model import own_source
 from dist_consolidate.checkpoint.model_states import read_model_state
+from dist_consolidate.checkpoint.opening import open_plain
 from dist_consolidate.checkpoint.rounding import Fingerprints
 from dist_consolidate.checkpoint.states import ModelState
 from dist_consolidate.errors import Caught, Problems
@@ -155,7 +156,7 @@ def compare(twice: Sequence[Twice]) -> tuple[str, ...]:
 def _same_bytes(one: Path, other: Path) -> bool:
     if one.stat().st_size != other.stat().st_size:
         return False
-    with one.open("rb") as left, other.open("rb") as right:
+    with open_plain(one) as left, open_plain(other) as right:
         while data := left.read(_CHUNK_BYTES):
             if data != right.read(_CHUNK_BYTES):
                 return False

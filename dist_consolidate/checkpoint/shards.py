@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from dist_consolidate.checkpoint.extents import TensorSpan
 from dist_consolidate.checkpoint.fragments import Read
 from dist_consolidate.checkpoint.layout import locate
+from dist_consolidate.checkpoint.opening import open_descriptor
 from dist_consolidate.crc_pieces import ReadCrcs
 from dist_consolidate.doing import Doing
-from dist_consolidate.errors import CheckpointError
+from dist_consolidate.errors import CheckpointError, ResourceError
 
 if TYPE_CHECKING:
     import torch
@@ -173,6 +174,7 @@ class ShardReader:
 
         Raises:
             CheckpointError: If it cannot be opened, or has another size than when planned with.
+            ResourceError: If too many are open.
             OSError: If the file system does not know these flags (``EINVAL``).
         """
         with self._lock:
@@ -187,10 +189,15 @@ class ShardReader:
         path = self._path(file)
         try:
             with Doing("opening", path):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+                descriptor = open_descriptor(path, flags)
         except OSError as error:
             if flags and error.errno == errno.EINVAL:
                 raise  # this file system cannot open files that way
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ResourceError(
+                    f"{path}: {error.strerror} ({len(self._descriptors)} shards are open); allow "
+                    "more with ulimit -n, or let more ranks share the work"
+                ) from error
             raise CheckpointError(f"{path}: {error.strerror}") from error
         self._descriptors[file, flags], self._paths[file] = descriptor, path
         size = os.fstat(descriptor).st_size

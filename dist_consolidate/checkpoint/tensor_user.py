@@ -12,6 +12,7 @@ from typing import Any
 from dist_consolidate.checkpoint.tensor_rules import Layout, Replicated, Split
 from dist_consolidate.errors import UsageError
 
+_MAX_BYTES = 16 << 20
 _KINDS = ("dim", "replicated", "average")
 _KEYS = {"match", *_KINDS, "sub_params", "vocab_size", "take_rank"}
 _HELP = (
@@ -75,11 +76,33 @@ def read_toml(path: Path, option: str) -> dict[str, Any]:
         UsageError: If it cannot be read or is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_limited(path, option))
     except OSError as error:
         raise UsageError(f"{option} {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{option} {path}: is no valid TOML: {error}") from error
+
+
+def read_limited(path: Path, option: str) -> str:
+    """Read a text that the user names; what never ends is none.
+
+    Args:
+        path: The file, or what stands for one.
+        option: The option that names it, for messages.
+
+    Returns:
+        The text.
+
+    Raises:
+        UsageError: If it is too long.
+        OSError: If it cannot be read.
+        ValueError: If it is no UTF-8.
+    """
+    with path.open("rb") as stream:
+        data = stream.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{option} {path}: is too large (more than {_MAX_BYTES} bytes)")
+    return data.decode("utf-8")
 
 
 def rules_from(section: object, where: str) -> tuple[UserRule, ...]:

@@ -113,6 +113,11 @@ class _Universal(Assembly):
     def _partitions(self) -> tuple[tuple[FlatGroup, ...], dict[str, Source]]:
         shapes = self._shapes()
         files = {_name_of(shard): shard for shard in self.folder.of("universal")}
+        if files and not shapes:
+            self.problems.add(
+                f"{self.folder.path}: holds {counted(len(files), 'file', 'files')} of parameters, "
+                "but param_shapes lists none as trained; this is not what DeepSpeed writes"
+            )
         wanted = {name: files[name] for name in shapes if name in files}
         if self.degree > 1:
             self._check_unmerged(shapes)

@@ -6,22 +6,50 @@ subclass of :class:`Inert` that keeps constructor arguments and state readable, 
 enums, loss scalers and argparse namespaces can be looked at without DeepSpeed or the training
 project being installed.
 
+What a pickle can make this process do is bounded as well: the machine gets it only after
+:mod:`.opcodes` has looked through it, numbers are those of tensors that exist, keys of dictionaries
+are plain values, and what is copied or made by calls is counted.
+
 Source for what torch pickles: ``torch/_utils.py`` (the ``_rebuild_*`` functions) and
 ``torch/serialization.py`` (persistent ids of storages).
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
+import functools
+import gc
 import io
 import pickle
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from dist_consolidate.checkpoint.opcodes import CutShortError, secured
+from dist_consolidate.checkpoint.safe_calls import (
+    Budget,
+    Known,
+    asked,
+    make_frozenset,
+    make_set,
+    ordered_dict,
+    plain_dict,
+)
+from dist_consolidate.checkpoint.stand_ins import Inert, StorageRef, TensorRef
 from dist_consolidate.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
+
+__all__ = [
+    "ODD_TENSOR",
+    "Inert",
+    "StorageRef",
+    "TensorRef",
+    "is_shape",
+    "load_stream",
+    "loads",
+    "odd_tensor",
+]
 
 # How the name of a stand-in begins that stands for a tensor which cannot be read.
 ODD_TENSOR = "tensor"
@@ -37,161 +65,39 @@ _SPECIAL_REBUILDS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StorageRef:
-    """A storage record of the archive.
-
-    Attributes:
-        key: Its name.
-        dtype: Element type.
-        num_numel: Number of elements.
-        device: Index of the CUDA device that its tensors lay on, where they did.
-    """
-
-    key: str
-    dtype: DType
-    num_numel: int
-    device: int | None = dataclasses.field(default=None, compare=False)
-
-    def __reduce__(self) -> tuple[type[StorageRef], tuple[Any, ...]]:
-        """Travel between processes by the constructor, which is the only way to make one."""
-        return StorageRef, (self.key, self.dtype, self.num_numel, self.device)
-
-    def __setstate__(self, state: object) -> None:
-        """Refuse a state from a pickle."""
-        _refuse_state(self, state)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorRef:
-    """A pickled tensor: a view of a storage record.
-
-    Attributes:
-        storage: The record it looks into; tensors that share memory share it.
-        dtype: Element type.
-        offset_numel: First element, in elements of ``dtype`` from the start of the record.
-        shape: Shape.
-        stride: Stride in elements.
-        attributes: Python attributes that were pickled with it (ZeRO-3's ``ds_id``).
-    """
-
-    storage: StorageRef
-    dtype: DType
-    offset_numel: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    attributes: Any = None
-
-    def __reduce__(self) -> tuple[type[TensorRef], tuple[Any, ...]]:
-        """Travel between processes by the constructor, which is the only way to make one."""
-        fields = (self.storage, self.dtype, self.offset_numel, self.shape, self.stride)
-        return TensorRef, (*fields, self.attributes)
-
-    def __setstate__(self, state: object) -> None:
-        """Refuse a state from a pickle."""
-        _refuse_state(self, state)
-
-
-class _Ordered(collections.OrderedDict[Any, Any]):
-    """An ordered dictionary whose pickled attributes cannot hide its methods."""
-
-    def __setstate__(self, state: object) -> None:
-        """Keep ``_metadata``, which torch pickles with a state dict, and nothing else."""
-        if isinstance(state, dict) and "_metadata" in state:
-            self._metadata = state["_metadata"]
-
-
-def _refuse_state(_self: object, _state: object) -> None:
-    """Refuse to let a pickle rebuild what the unpickler itself is made of."""
-    raise pickle.UnpicklingError("the pickle tries to change a tensor or a built-in name")
-
-
-class Inert:
-    """Stand-in for an object of any foreign class; keeps what the pickle says about it.
-
-    Attributes:
-        args: Positional arguments it was to be constructed with.
-        state: The state it was to be given (usually its ``__dict__``).
-        items: Elements appended or set, for subclasses of list and dict.
-    """
-
-    foreign_name = ""
-
-    def __new__(cls, *args: Any, **_kwargs: Any) -> Inert:  # noqa: ANN401 - anything may come
-        """Keep the arguments; construct nothing."""
-        self = super().__new__(cls)
-        self.args, self.state, self.items = args, None, []
-        return self
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
-        """Do nothing."""
-
-    args: tuple[Any, ...]
-    state: Any
-    items: list[Any]
-
-    def __setstate__(self, state: Any) -> None:  # noqa: ANN401
-        """Keep the state unread."""
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401
-        """Keep an item of a dict subclass."""
-        self.items.append((key, value))
-
-    def append(self, value: Any) -> None:  # noqa: ANN401
-        """Keep an element of a list subclass."""
-        self.items.append(value)
-
-    def __call__(self, *args: Any, **_kwargs: Any) -> Inert:  # noqa: ANN401
-        """Stand for what a call of it would give."""
-        return Inert(self, *args)
-
-    def attribute(self, name: str) -> Any:  # noqa: ANN401
-        """Look an attribute up in the kept state; ``None`` if it is not there."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-
-class _Known:
-    """A name the unpickler knows: a function, an element type or a storage class.
-
-    A pickle can hold it and call it, but not look into it or change it.
-    """
-
-    __slots__ = ("meaning",)
-
-    def __init__(self, meaning: Any) -> None:  # noqa: ANN401
-        object.__setattr__(self, "meaning", meaning)
-
-    def __call__(self, *args: Any) -> Any:  # noqa: ANN401
-        if not callable(self.meaning):
-            raise pickle.UnpicklingError("an element type is called")
-        return self.meaning(*args)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.meaning == (other.meaning if isinstance(other, _Known) else other))
-
-    def __hash__(self) -> int:
-        return hash(self.meaning)
-
-    def __setattr__(self, _name: str, value: object) -> None:
-        _refuse_state(self, value)
-
-    def __setstate__(self, state: object) -> None:
-        _refuse_state(self, state)
-
-    meaning: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _StorageType:
     dtype: DType | None
 
 
-def _shape(value: Any) -> tuple[int, ...]:  # noqa: ANN401
+# What torch allows; numbers beyond 64 bits are no tensor's.
+MAX_DIMENSIONS, MAX_NUMEL = 64, (1 << 63) - 1
+
+
+def is_shape(value: Sequence[Any]) -> bool:
+    """Tell whether a sequence can be the shape of a tensor."""
+    if len(value) > MAX_DIMENSIONS or any(type(size) is not int for size in value):
+        return False
+    numel = 1
+    for size in value:
+        if not 0 <= size <= MAX_NUMEL:
+            return False
+        numel *= max(size, 1)
+    return numel <= MAX_NUMEL
+
+
+def _size(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     shape = tuple(value)
-    if not all(type(size) is int and size >= 0 for size in shape):
-        text = reprlib.repr(shape)
-        raise pickle.UnpicklingError(f"a tensor has the shape or stride {text}")
+    if not is_shape(shape):
+        raise pickle.UnpicklingError(f"a tensor has the shape {reprlib.repr(shape)}")
     return shape
+
+
+def _stride(value: Any) -> tuple[int, ...]:  # noqa: ANN401
+    steps = tuple(value)
+    good = all(type(step) is int and 0 <= step <= MAX_NUMEL for step in steps[:MAX_DIMENSIONS])
+    if not good or len(steps) > MAX_DIMENSIONS:
+        raise pickle.UnpicklingError(f"a tensor has the stride {reprlib.repr(steps)}")
+    return steps
 
 
 def _rebuild_tensor(
@@ -204,13 +110,14 @@ def _rebuild_tensor(
     metadata: object = None,
     *_rest: object,
 ) -> Any:  # noqa: ANN401
-    shape, steps = _shape(size), _shape(stride)
+    shape, steps = _size(size), _stride(stride)
     flags = metadata if isinstance(metadata, dict) else {}
     if flags.get("conj") or flags.get("neg"):
         return odd_tensor("a conjugated or negated view")
     if isinstance(storage, Inert):
         return odd_tensor(storage.foreign_name)
-    if not isinstance(storage, StorageRef) or type(offset) is not int or offset < 0:
+    whole = type(offset) is int and 0 <= offset <= MAX_NUMEL
+    if not isinstance(storage, StorageRef) or not whole:
         raise pickle.UnpicklingError("a tensor does not look into a storage")
     if len(shape) != len(steps):
         raise pickle.UnpicklingError(f"a tensor has {len(shape)} sizes, {len(steps)} strides")
@@ -228,7 +135,7 @@ def _rebuild_tensor_v3(
     metadata: object = None,
     *_rest: object,
 ) -> Any:  # noqa: ANN401
-    if not isinstance(dtype, _Known) or not isinstance(dtype.meaning, DType):
+    if not isinstance(dtype, Known) or not isinstance(dtype.meaning, DType):
         return odd_tensor("of an element type that is not known")
     built = _rebuild_tensor(storage, offset, size, stride, requires_grad, hooks, metadata)
     if not isinstance(built, TensorRef):
@@ -247,7 +154,7 @@ def _rebuild_parameter(data: Any, *_rest: Any) -> Any:  # noqa: ANN401
 
 def _rebuild_from_type(func: Any, _kind: Any, args: Any, state: Any) -> Any:  # noqa: ANN401
     rebuilds = (_rebuild_tensor, _rebuild_tensor_v3, _rebuild_parameter)
-    if not isinstance(func, _Known) or func.meaning not in rebuilds:
+    if not isinstance(func, Known) or func.meaning not in rebuilds:
         return odd_tensor("of a tensor subclass")
     built = func(*args)
     return dataclasses.replace(built, attributes=state) if isinstance(built, TensorRef) else built
@@ -264,8 +171,14 @@ def _getattr(owner: Any, name: Any, *_default: Any) -> Any:  # noqa: ANN401
     return Inert(owner, name)
 
 
+_MAX_NAME_LENGTH = 1000
+
+
+@functools.lru_cache(maxsize=4096)
 def _foreign_class(full_name: str) -> type[Inert]:
-    return type("Inert", (Inert,), {"foreign_name": full_name})
+    if len(full_name) > _MAX_NAME_LENGTH:
+        raise pickle.UnpicklingError(f"a class has a name of {len(full_name)} characters")
+    return type("Inert", (Inert,), {"foreign_name": full_name, "__slots__": ()})
 
 
 def _odd_rebuild(kind: str) -> Callable[..., Inert]:
@@ -280,14 +193,19 @@ def _encode(text: Any, encoding: Any = "utf-8") -> Any:  # noqa: ANN401
     return text.encode(encoding) if plain else Inert(text, encoding)
 
 
+def _bytes(*args: Any) -> Any:  # noqa: ANN401
+    """Make what protocol 2 pickles empty bytes as; a number would be a length."""
+    return Inert(*args) if args else b""
+
+
 def _defaultdict(*_args: Any) -> dict[Any, Any]:  # noqa: ANN401
     return {}
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): _Ordered,
+    ("collections", "OrderedDict"): ordered_dict,
     ("collections", "defaultdict"): _defaultdict,
-    ("torch", "Size"): _shape,
+    ("torch", "Size"): _size,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
@@ -306,31 +224,46 @@ for _special in _SPECIAL_REBUILDS:
     _kind_of = _special.removeprefix("_rebuild_").replace("_", " ")
     _KNOWN["torch._utils", _special] = _odd_rebuild(_kind_of)
 for _builtins in ("builtins", "__builtin__"):
-    for _kind in (set, frozenset, list, dict, tuple):
-        _KNOWN[_builtins, _kind.__name__] = _kind
+    _KNOWN |= {
+        (_builtins, "set"): make_set,
+        (_builtins, "frozenset"): make_frozenset,
+        (_builtins, "dict"): plain_dict,
+        (_builtins, "bytes"): _bytes,
+        (_builtins, "list"): list,
+        (_builtins, "tuple"): tuple,
+    }
 for _class_name, _dtype in BY_STORAGE_CLASS.items():
     _KNOWN["torch", _class_name] = _KNOWN["torch.cuda", _class_name] = _StorageType(_dtype)
 for _dtype in BY_NAME.values():
     _KNOWN["torch", _dtype.name] = _dtype
 
 
+# A checkpoint names a few dozen.
+_MAX_CLASSES = 10_000
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: BinaryIO) -> None:
-        super().__init__(stream, encoding="utf-8")
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
         self._foreign: dict[tuple[str, str], type[Inert]] = {}
+        self._budget = Budget(len(data))
         self.storages: dict[str, StorageRef] = {}
 
     def find_class(self, module_name: str, global_name: str) -> Any:  # noqa: ANN401
         known = _KNOWN.get((module_name, global_name))
         if known is not None:
-            return known if isinstance(known, type) else _Known(known)
+            return Known(known, self._budget)
         key = (module_name, global_name)
         if key not in self._foreign:
             full_name = f"{module_name}.{global_name}"
             self._foreign[key] = _foreign_class(full_name)
+            if len(self._foreign) > _MAX_CLASSES:
+                raise pickle.UnpicklingError("it names too many classes")
         return self._foreign[key]
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ANN401
+        if isinstance(pid, tuple) and 0 < len(pid) < 4:
+            return asked(pid)
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
             # Before 1.6 torch stored the class of an nn.Module so, with its source text.
             return pid[1]
@@ -344,11 +277,12 @@ class _Unpickler(pickle.Unpickler):
             return known
         if isinstance(kind, type) and issubclass(kind, Inert):
             return odd_tensor(kind.foreign_name)
-        kind = kind.meaning if isinstance(kind, _Known) else None
+        kind = kind.meaning if isinstance(kind, Known) else None
         if not isinstance(kind, _StorageType) or not isinstance(key, str):
             raise pickle.UnpicklingError("a storage is none")
-        if type(num_numel) is not int or num_numel < 0:
-            raise pickle.UnpicklingError(f"storage {key} claims {num_numel!r} elements")
+        if type(num_numel) is not int or not 0 <= num_numel <= MAX_NUMEL:
+            found = reprlib.repr(num_numel)
+            raise pickle.UnpicklingError(f"storage {key!r} claims {found} elements")
         storage = StorageRef(key, kind.dtype or UINT8, num_numel, _device(location))
         self.storages[key] = storage
         return storage
@@ -388,7 +322,11 @@ def loads(data: bytes) -> Any:  # noqa: ANN401
     Raises:
         ValueError: If the bytes are no well-formed pickle of that kind.
     """
-    return load_stream(io.BytesIO(data))[0]
+    return _load(data)[0]
+
+
+# A file of before torch 1.6 is read in pieces, until its pickle ends.
+_FIRST_BYTES, _MAX_STREAM_BYTES = 1 << 16, 64 << 20
 
 
 def load_stream(stream: BinaryIO) -> tuple[Any, dict[str, StorageRef]]:
@@ -403,8 +341,39 @@ def load_stream(stream: BinaryIO) -> tuple[Any, dict[str, StorageRef]]:
     Raises:
         ValueError: If there is no well-formed pickle of that kind.
     """
-    unpickler = _Unpickler(stream)
+    start, data = stream.tell(), stream.read(_FIRST_BYTES)
+    while True:
+        try:
+            tree, storages, num_bytes = _load(data)
+        except CutShortError:
+            more = stream.read(min(len(data), _MAX_STREAM_BYTES - len(data)))
+            if not more:
+                raise
+            data += more
+        else:
+            stream.seek(start + num_bytes)
+            return tree, storages
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Do not look for garbage among many new objects again and again: there is none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        return unpickler.load(), unpickler.storages
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _load(data: bytes) -> tuple[Any, dict[str, StorageRef], int]:
+    try:
+        checked, num_bytes = secured(data)
+        unpickler = _Unpickler(checked)
+        with _without_collection():
+            return unpickler.load(), unpickler.storages, num_bytes
+    except CutShortError as error:
+        raise CutShortError(f"{type(error).__name__}: {error}") from error
     except _BAD_PICKLE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -351,6 +351,8 @@ def explained(error: Exception) -> Exception:
     """
     if isinstance(error, OSError):
         text = f"{error.filename or 'a file'}: {error.strerror or error}"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return ResourceError(f"{text}; each shard is one: allow more with ulimit -n")
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
         return ResourceError(text) if full else ConsolidateError(text)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

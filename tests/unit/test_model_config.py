@@ -8,7 +8,12 @@ import sys
 
 import pytest
 
-from dist_consolidate.checkpoint.model_config import find_config, full_shapes, is_unfused
+from dist_consolidate.checkpoint.model_config import (
+    _harmless,
+    find_config,
+    full_shapes,
+    is_unfused,
+)
 from dist_consolidate.errors import UsageError
 
 LLAMA = {
@@ -101,3 +106,23 @@ def test_without_transformers(tmp_path):
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
     )
     assert "needs transformers, which cannot be imported" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 10**9},
+        {"text_config": {"num_experts": 10**6}},
+        {"n_layer": 10**100},
+        {"max_position_embeddings": 2**40},
+    ],
+)
+def test_numbers_that_would_take_for_ever(config):
+    with pytest.raises(ValueError, match="is beyond"):
+        _harmless(config)
+
+
+def test_numbers_of_real_models_pass():
+    real = {"num_hidden_layers": 128, "n_routed_experts": 384, "max_position_embeddings": 10485760}
+    real |= {"rope_theta": 2804339835.0, "vocab_size": 256000, "layer_types": ["full"] * 128}
+    assert _harmless(real) == real
