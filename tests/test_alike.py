@@ -16,7 +16,8 @@ from dist_consolidate.output import publish
 from dist_consolidate.output.lock import take
 from tests.cases import assert_same_bits, load_output
 from tests.synthetic import Param, Spec, Truth, write
-from tests.torchrun import messages, run_python, show, start_ranks
+from tests.torchrun import messages, run_python, show
+from tests.zygote import fork_ranks
 
 MODULE = "tests.test_alike"
 PARAMS = [Param(f"layer.{number}.weight", (20, 16)) for number in range(6)]
@@ -31,7 +32,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 @pytest.mark.dist
 def test_ranks_with_different_options_end_at_once(truth: Truth, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ended = start_ranks(2, ["unlike", truth.tag_dir.parent, out], module=MODULE)
+    ended = fork_ranks(2, ["unlike", truth.tag_dir.parent, out], module=MODULE)
     assert [rank.returncode for rank in ended] == [2, 2], show(ended)
     (message,) = messages(ended)
     assert "bucket_size: '1001' on rank 0 (on " in message, message

@@ -13,7 +13,8 @@ from tests.cases import CASES
 from tests.memory_groups import MemoryGroup, NoGroup, memory_group
 from tests.synthetic import Truth, write_large
 from tests.test_memory import check_some_tensors, measure
-from tests.torchrun import Ended, messages, run_python, run_ranks, start_ranks
+from tests.torchrun import Ended, messages, run_python, start_ranks
+from tests.zygote import fork_together
 
 MB = 10**6
 CASE = CASES["kitchen_z3_bf16_w2"]
@@ -101,7 +102,9 @@ def test_a_size_of_buckets_that_cannot_be_had(middling: Truth, tmp_path: Path) -
 
 @pytest.mark.dist
 def test_two_ranks_share_the_host_and_say_so(tmp_path: Path) -> None:
-    told = run_ranks(2, [CASE.ckpt, tmp_path / "out", "--transport", "gather", "--dry-run"]).ok()
+    told = fork_together(
+        2, [CASE.ckpt, tmp_path / "out", "--transport", "gather", "--dry-run"]
+    ).ok()
     assert "ranks 0 to 1: each can have " in told.stdout, told
     assert ", shared by 2 ranks: " in told.stdout, told
     assert not (tmp_path / "out").exists()

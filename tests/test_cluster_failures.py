@@ -26,7 +26,8 @@ from tests.cases import assert_same_bits, load_output
 from tests.faults import at_opening_of_a_shard, fill_disk, once, strike
 from tests.synthetic import Param, Spec, Truth, write
 from tests.test_failures import assert_refused, leftovers
-from tests.torchrun import Ended, run_python, show, start_ranks
+from tests.torchrun import Ended, run_python, show
+from tests.zygote import fork_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -55,7 +56,7 @@ def ckpt(truth: Truth) -> Path:
 def start(fault: str, arguments: Sequence[str | Path], out: Path) -> list[Ended]:
     """Start two ranks of which one has a fault: ``KIND:PLACE:RANK``."""
     env = {FAULT: fault, PIDS: str(out.parent)}
-    return start_ranks(2, arguments, module=MODULE, timeout_sec=90.0, env=env)
+    return fork_ranks(2, arguments, module=MODULE, timeout_sec=90.0, env=env)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from dist_consolidate.errors import UsageError
 from dist_consolidate.runtime import bypass
 from tests.cases import assert_same_bits, load_output
 from tests.synthetic import Buffer, Param, Spec, Truth, write
-from tests.torchrun import run_python, run_ranks
+from tests.torchrun import run_python
 from tests.unit.test_outfiles import direct_calls, is_direct
+from tests.zygote import fork_together
 
 # Two fragments of 1.4 MB, which the kernel may copy; the others are too short for that.
 LARGE = Param("emb.weight", (700, 1001))
@@ -371,7 +372,7 @@ def test_ranks_give_the_same_bytes_and_do_what_they_said(
             out, want = tmp_path / f"{shape}-{writers}", wanted / name / shape
             jobs.append((str(ckpt_of(truths[name])), str(out), str(want), {**options, **how}))
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(num_ranks, [tmp_path / "jobs.json"], module="tests.test_direct").ok()
+    fork_together(num_ranks, [tmp_path / "jobs.json"], module="tests.test_direct").ok()
     for _, out, want, options in jobs:
         assert contents(Path(out)) == contents(Path(want)), options
     copied = json.loads((tmp_path / "copied.json").read_text())

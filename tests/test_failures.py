@@ -25,7 +25,8 @@ from tests.cases import assert_same_bits, load_output
 from tests.faults import fill_disk, strike
 from tests.special import save_as
 from tests.synthetic import Param, Spec, Truth, write
-from tests.torchrun import MESSAGE, Ended, messages, run_python, run_ranks, show, start_ranks
+from tests.torchrun import MESSAGE, Ended, messages, run_python, run_ranks, show
+from tests.zygote import fork_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -135,7 +136,7 @@ def test_a_damaged_checkpoint_is_refused_before_the_first_byte(
 ) -> None:
     _, harm, words = DAMAGES[damage]
     name, out = harm(ckpt), tmp_path / "out"
-    message = assert_refused(start_ranks(num_ranks, [ckpt, out]), 3, out)
+    message = assert_refused(fork_ranks(num_ranks, [ckpt, out]), 3, out)
     assert name in message, message
     assert words in message, message
 
@@ -156,7 +157,7 @@ def start_with_fault(
     fault: str, num_ranks: int, arguments: Sequence[str | Path], timeout_sec: float = 60.0
 ) -> list[Ended]:
     """Start ranks of which some have a fault; see :func:`main`."""
-    return start_ranks(
+    return fork_ranks(
         num_ranks, arguments, module=MODULE, timeout_sec=timeout_sec, env={FAULT: fault}
     )
 
@@ -276,7 +277,7 @@ def test_two_ranks_refuse_an_earlier_result_once(ckpt: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     assert run_here(ckpt, out) == 0
     before = published(out)
-    ended = start_ranks(2, [ckpt, out, *MANY_FILES])
+    ended = fork_ranks(2, [ckpt, out, *MANY_FILES])
     assert [rank.returncode for rank in ended] == [2, 2], show(ended)
     assert len(messages(ended)) == 1, show(ended)
     assert published(out) == before

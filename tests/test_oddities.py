@@ -31,7 +31,8 @@ from dist_consolidate.output.index import MANIFEST_NAME
 from tests import synthetic
 from tests.cases import assert_same_bits, load_output
 from tests.synthetic import Param, Spec, Truth, write
-from tests.torchrun import INHERITED, MESSAGE, messages, run_python, show, start_ranks
+from tests.torchrun import INHERITED, MESSAGE, messages, run_python, show
+from tests.zygote import fork_ranks
 
 State = dict[str, Any]
 Change = Callable[[State], None]
@@ -461,7 +462,7 @@ def test_attributes_of_foreign_classes_travel_between_ranks(tmp_path: Path) -> N
     edit_all([*models(truth), *optims(truth)], add_attributes)
     assert ELSEWHERE.__name__.encode() in models(truth)[1].read_bytes()
     assert_exact(tmp_path / "run", truth.fp32)
-    ended = start_ranks(2, [tmp_path / "run", tmp_path / "together"])
+    ended = fork_ranks(2, [tmp_path / "run", tmp_path / "together"])
     assert [rank.returncode for rank in ended] == [0, 0], show(ended)
     assert_same_bits(load_output(tmp_path / "together"), truth.fp32)
 
@@ -494,7 +495,7 @@ def test_entries_that_make_no_sense(malformed: Path, tmp_path: Path, main: Main)
 
 @pytest.mark.dist
 def test_entries_that_make_no_sense_end_all_ranks(malformed: Path, tmp_path: Path) -> None:
-    ended = start_ranks(2, [tmp_path / "run", tmp_path / "out"], timeout_sec=40.0)
+    ended = fork_ranks(2, [tmp_path / "run", tmp_path / "out"], timeout_sec=40.0)
     assert [rank.returncode for rank in ended] == [3, 3], show(ended)
     assert "Traceback" not in show(ended), show(ended)
     (message,) = messages(ended)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dist_consolidate import consolidate
 from tests.cases import assert_same_bits, load_output
 from tests.real_deepspeed import launch
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.dist, pytest.mark.slow]
 
@@ -101,7 +101,7 @@ def test_the_result_is_the_live_optimizers_state(
 @pytest.mark.parametrize("transport", ["direct", "gather", "allgather"])
 def test_two_ranks_and_many_files(trained: Path, run: str, transport: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ended = run_ranks(
+    ended = fork_together(
         2,
         [trained / run / "ckpt", out, "--include", "optimizer", "--transport", transport,
          "--max-shard-size", "2KB", "--bucket-size", "5000", "--writers", "all"],

@@ -24,7 +24,7 @@ from dist_consolidate.runtime import digests
 from dist_consolidate.runtime.outfiles import OutputFiles
 from tests.cases import bits, load_output
 from tests.synthetic import Buffer, Param, Spec, write
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 PARAMS = (
     Param("emb.weight", (300, 501)),  # several stripes and buckets long
@@ -93,7 +93,7 @@ def test_ranks(wanted, tmp_path):
         if (stage + number + len(shape)) % 2  # half of them, each way with each stage or shape
     ]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(3, [tmp_path / "jobs.json"], module="tests.test_same_manifest").ok()
+    fork_together(3, [tmp_path / "jobs.json"], module="tests.test_same_manifest").ok()
     for _, out, options in jobs:
         assert tree(Path(out)) == wanted[Path(out).name.rpartition("-")[0]], options
 

@@ -17,7 +17,8 @@ from dist_consolidate.errors import CheckpointError, UsageError
 from dist_consolidate.options import make_options
 from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 from tests.synthetic import Buffer, Param, Spec, Truth, write
-from tests.torchrun import messages, run_ranks, show, start_ranks
+from tests.torchrun import messages, show
+from tests.zygote import fork_ranks, fork_together
 
 PARAMS = (
     Param("emb.weight", (31, 9)),
@@ -212,7 +213,7 @@ def test_bad_values() -> None:
 def test_two_ranks_on_one_machine(tmp_path: Path, transport: str) -> None:
     truth = write(tmp_path / "whole", SPECS["z3"])
     a, b = split(tmp_path / "whole", [tmp_path / "a", tmp_path / "b"], [(0, 2), (1, 2, 3)])
-    run_ranks(2, [a, tmp_path / "out", "--search-dir", b, "--transport", transport]).ok()
+    fork_together(2, [a, tmp_path / "out", "--search-dir", b, "--transport", transport]).ok()
     assert_same_bits(load_output(tmp_path / "out"), truth.fp32)
 
 
@@ -229,7 +230,7 @@ def test_each_node_has_two_disks(tmp_path: Path) -> None:
     )  # fmt: skip
     arguments = ["d0", tmp_path / "out", "--search-dir", "d1", "--search-dir", "d2"]
     nodes = [tmp_path / "node0", tmp_path / "node1"]
-    ended = start_ranks(2, ["cli", *nodes, *arguments], module="tests.test_visibility")
+    ended = fork_ranks(2, ["cli", *nodes, *arguments], module="tests.test_visibility")
     assert [rank.returncode for rank in ended] == [0, 0], show(ended)
     assert_same_bits(load_output(tmp_path / "out"), truth.fp32)
 
@@ -248,7 +249,7 @@ def test_node_local_model_states_of_another_size(tmp_path: Path) -> None:
         b / tag / "mp_rank_00_model_states.pt", lambda s: s.update(shared_params={}, mine=[0] * 9)
     )
     arguments = ["run", tmp_path / "out", "--tag", tag, "--transport", "allgather"]
-    ended = start_ranks(2, ["cli", *nodes, *arguments], module="tests.test_visibility")
+    ended = fork_ranks(2, ["cli", *nodes, *arguments], module="tests.test_visibility")
     assert [rank.returncode for rank in ended] == [0, 0], show(ended)
     assert_same_bits(load_output(tmp_path / "out"), expected_fp32(case))
 
@@ -265,7 +266,7 @@ def test_a_contradiction_on_the_other_node_ends_all(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
     arguments = ["d0", tmp_path / "out", "--search-dir", "d1"]
     nodes = [tmp_path / "node0", tmp_path / "node1"]
-    ended = start_ranks(2, ["cli", *nodes, *arguments], module="tests.test_visibility")
+    ended = fork_ranks(2, ["cli", *nodes, *arguments], module="tests.test_visibility")
     assert [rank.returncode for rank in ended] == [3, 3], show(ended)
     assert any("are one shard, but differ in content" in text for text in messages(ended))
     assert "Traceback" not in show(ended), show(ended)

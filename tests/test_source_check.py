@@ -26,7 +26,7 @@ from tests.cases import CASES, assert_same_bits, expected_fp32, load_output, los
 from tests.special import copy_of, edit
 from tests.synthetic import Param, Spec, Truth, write
 from tests.test_damaged_shards import RENAMED, shards
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 PARAMS = (
     Param("emb.weight", (700, 1001)),
@@ -344,7 +344,7 @@ def test_ranks_put_their_pieces_together(
         (path,) = (bad / truth.tag_dir.name).glob("*pp_rank_2_*optim_states.pt")
         _, start, num_bytes = master_record(path)
         flip(path, start + num_bytes - 5000)
-    run_ranks(2, [tmp_path, transport], module="tests.test_source_check").ok()
+    fork_together(2, [tmp_path, transport], module="tests.test_source_check").ok()
     for name in SPECS:
         told = [json.loads((tmp_path / f"{name}{rank}.json").read_text()) for rank in range(2)]
         assert told[0][3] == told[1][3] != {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_consolidate import CheckpointError, UnsupportedLayoutError, consolidate, open_checkpoint
 from tests.cases import Case, assert_same_bits, expected_fp32, load_output
 from tests.special import State, copy_of, edit
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 pytestmark = pytest.mark.deepspeed
 
@@ -72,7 +72,7 @@ def test_exact(name: str, some: bool, tmp_path: Path) -> None:
 def test_by_several_ranks(transport: str, tmp_path: Path) -> None:
     case, _, _ = swapped_out("kitchen_z3_bf16_w2", tmp_path)
     arguments = [tmp_path / "ckpt", tmp_path / "out", "--transport", transport]
-    run_ranks(2, [*arguments, "--bucket-size", "200"]).ok()
+    fork_together(2, [*arguments, "--bucket-size", "200"]).ok()
     assert_same_bits(load_output(tmp_path / "out"), expected_fp32(case))
 
 

@@ -16,7 +16,7 @@ import torch
 from dist_consolidate import CheckpointError, UsageError, consolidate, open_checkpoint
 from tests.cases import assert_same_bits, load_output
 from tests.real_deepspeed import TIMEOUT_SEC, Run, Trained, _call, _trained
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.dist, pytest.mark.slow]
 
@@ -111,7 +111,7 @@ def test_lazily(trained: Trained) -> None:
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "allgather"), (3, "direct")])
 def test_on_several_ranks(trained: Trained, ranks: int, transport: str, tmp_path: Path) -> None:
     arguments: list[str | Path] = [trained.ckpt, tmp_path / "out", "--transport", transport]
-    run_ranks(ranks, [*arguments, "--bucket-size", "8KB", "--device", "cpu"]).ok()
+    fork_together(ranks, [*arguments, "--bucket-size", "8KB", "--device", "cpu"]).ok()
     assert_same_bits(load_output(tmp_path / "out"), trained.fp32)
 
 

@@ -18,7 +18,7 @@ from dist_consolidate.checkpoint.transposed import column_major
 from dist_consolidate.dtypes import FLOAT32
 from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 from tests.special import State, copy_of, edit, only
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 ZENFLOW = ["zenflow_z2_bf16_w2", "zenflow_z1_fp32_w3"]
 MODEL = "mp_rank_00_model_states.pt"
@@ -41,7 +41,7 @@ def test_zenflow_by_every_transport(transport: str, tmp_path: Path) -> None:
     """Matrices cut by the borders of three parts, in buckets of a few elements."""
     case = CASES["zenflow_z1_fp32_w3"]
     arguments = [str(case.ckpt), str(tmp_path / "out"), "--transport", transport]
-    run_ranks(2, [*arguments, "--bucket-size", "96"]).ok()
+    fork_together(2, [*arguments, "--bucket-size", "96"]).ok()
     assert_same_bits(load_output(tmp_path / "out"), expected_fp32(case))
 
 

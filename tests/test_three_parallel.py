@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_consolidate import CheckpointError, consolidate
 from tests.cases import assert_same_bits, load_output
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 STEP = "global_step3"
 # Layers of each stage: name, shape, and the dimension that tensor ranks share (None: replicated).
@@ -119,7 +119,7 @@ def test_two_ranks(tmp_path: Path, transport: str) -> None:
     truth = write(tmp_path / "run", 2)
     rules = tmp_path / "run" / "rules.toml"
     arguments = [tmp_path / "run", tmp_path / "out", "--tp-rules", rules, "--bucket-size", "256"]
-    run_ranks(2, [*arguments, "--transport", transport]).ok()
+    fork_together(2, [*arguments, "--transport", transport]).ok()
     assert_same_bits(load_output(tmp_path / "out"), truth)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dist_consolidate.runtime.placement import Placement
 from dist_consolidate.runtime.transport import AllGather, PointToPoint, Transport
 from dist_consolidate.runtime.world import World, join_world
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 pytestmark = pytest.mark.dist
 
@@ -77,7 +77,7 @@ def main(name: str) -> None:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_every_row_arrives(name):
-    ended = run_ranks(3, [name], module=MODULE).ok()
+    ended = fork_together(3, [name], module=MODULE).ok()
     for rank in range(3):
         assert f"rank {rank}: 12 exchanges" in ended.stdout
 

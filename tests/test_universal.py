@@ -17,7 +17,7 @@ from dist_consolidate import (
 )
 from tests.cases import CASES, assert_same_bits, expected_fp32, load_output
 from tests.special import State, copy_of, edit
-from tests.torchrun import run_ranks
+from tests.zygote import fork_together
 
 REFUSED = Path(__file__).parent / "data" / "refused"
 NAMES = sorted(name for name in CASES if name.startswith("universal_"))
@@ -70,7 +70,7 @@ def test_integer_buffers_are_not_those_cast_to_float(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["allgather", "direct"])
 def test_by_several_ranks(name: str, transport: str, tmp_path: Path) -> None:
     arguments = [CASES[name].ckpt, tmp_path / "out", "--transport", transport]
-    run_ranks(2, arguments).ok()
+    fork_together(2, arguments).ok()
     assert_same_bits(load_output(tmp_path / "out"), expected_fp32(CASES[name]))
 
 

@@ -31,7 +31,8 @@ from dist_consolidate.verifying import comparing
 from dist_consolidate.verifying.findings import VerifyReport
 from tests.cases import CASES, bits, load_output, lost_keys
 from tests.synthetic import Buffer, Param, Spec, write
-from tests.torchrun import messages, run_ranks, show, start_ranks
+from tests.torchrun import messages, show
+from tests.zygote import fork_ranks, fork_together
 
 PARAMS = (
     Param("emb.weight", (70, 101)),
@@ -542,11 +543,11 @@ def test_options_in_the_manifest_that_cannot_be(copy, ckpt):
 def test_ranks_share_the_work_and_one_of_them_tells(ckpt, copy, tmp_path):
     out = tmp_path / "out"
     options = [*("--transport", "gather", "--writers", "2", "--max-shard-size", "40KB"), "--verify"]
-    good = run_ranks(2, [ckpt, out, *options]).ok()
+    good = fork_together(2, [ckpt, out, *options]).ok()
     assert good.stdout.count("verified 10 tensors, ") == 1
     assert good.stdout.count("10 tensors with the shards, bit for bit") == 1
     folder, file = damaged(copy, "files", "emb.weight")
-    ranks = start_ranks(2, ["verify", folder, ckpt])
+    ranks = fork_ranks(2, ["verify", folder, ckpt])
     assert [rank.returncode for rank in ranks] == [5, 5], show(ranks)
     (message,) = messages(ranks)
     assert f"{file}: emb.weight: element 41 is the first of 2 of 7,070 that differ" in message

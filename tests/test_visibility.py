@@ -23,7 +23,8 @@ from dist_consolidate import cli, consolidate
 from dist_consolidate.errors import ConsolidateError
 from tests.cases import assert_same_bits, load_output
 from tests.synthetic import Buffer, Param, Spec, Truth, write
-from tests.torchrun import messages, run_ranks, show, start_ranks
+from tests.torchrun import messages, show
+from tests.zygote import fork_ranks, fork_together
 
 pytestmark = pytest.mark.dist
 
@@ -117,7 +118,7 @@ def test_what_no_node_sees_whole_comes_out_exact(
         for job in _jobs(truths[name], f"{name}_{layout}", layout, num_ranks, tmp_path)
     ]
     (tmp_path / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
-    run_ranks(num_ranks, ["jobs", tmp_path / "jobs.json"], module=MODULE).ok()
+    fork_together(num_ranks, ["jobs", tmp_path / "jobs.json"], module=MODULE).ok()
     for job in jobs:
         got = load_output(Path(job.out))
         assert_same_bits(got, truths[job.name.split("_")[0]].fp32)
@@ -141,7 +142,7 @@ def _jobs(truth: Truth, name: str, layout: str, num_ranks: int, folder: Path) ->
 def test_direct_is_refused_in_words(truths: Mapping[str, Truth], tmp_path: Path) -> None:
     nodes = split(truths["z3"].tag_dir.parent, tmp_path, "halves")
     arguments: list[str | Path] = ["ckpt", tmp_path / "out", "--transport", "direct"]
-    ended = start_ranks(2, ["cli", *nodes, *arguments], module=MODULE)
+    ended = fork_ranks(2, ["cli", *nodes, *arguments], module=MODULE)
     assert [rank.returncode for rank in ended] == [2, 2], show(ended)
     (message,) = messages(ended)
     assert "--transport direct" in message, message
@@ -156,7 +157,7 @@ def test_a_shard_that_no_node_has_is_named(
     nodes = split(truths[name].tag_dir.parent, tmp_path, "halves")
     (lost,) = (nodes[1] / "ckpt").rglob("*zero_pp_rank_2_*optim_states.pt")
     lost.unlink()
-    ended = start_ranks(2, ["cli", *nodes, "ckpt", tmp_path / "out"], module=MODULE)
+    ended = fork_ranks(2, ["cli", *nodes, "ckpt", tmp_path / "out"], module=MODULE)
     assert [rank.returncode for rank in ended] == [3, 3], show(ended)
     (message,) = messages(ended)
     assert lost.name in message, message

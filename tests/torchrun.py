@@ -92,7 +92,7 @@ class Start(Protocol):
     def __call__(
         self, module: str, arguments: Sequence[str | Path], env: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[Running]:
-        """Start a module's ``main`` with arguments and variables on top of the usual ones."""
+        """Start a module as ``python -m`` does, with variables on top of the usual ones."""
 
 
 def run_ranks(
@@ -158,6 +158,7 @@ def start_ranks(
     module: str = "dist_consolidate",
     timeout_sec: float = TIMEOUT_SEC,
     env: Mapping[str, str] | None = None,
+    start: Start | None = None,
 ) -> list[Ended]:
     """Start each rank as torchrun would, but let each come to its own end.
 
@@ -169,6 +170,7 @@ def start_ranks(
         module: What to run with ``-m``.
         timeout_sec: After this, counted for all together, they are killed and the test fails.
         env: Variables to set on top of the usual ones.
+        start: How; by default each is a new interpreter.
 
     Returns:
         How each rank ended, in rank order.
@@ -176,7 +178,7 @@ def start_ranks(
     Raises:
         AssertionError: If one took too long; with the output of all.
     """
-    with running_ranks(num_ranks, arguments, module=module, env=env) as ranks:
+    with running_ranks(num_ranks, arguments, module=module, env=env, start=start) as ranks:
         deadline = time.monotonic() + timeout_sec
         if not all([rank.ends_before(deadline) for rank in ranks]):
             for rank in ranks:

@@ -14,13 +14,16 @@ and writes one when that is done and one when it has ended.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
 import math
 import os
 import pkgutil
+import runpy
 import select
 import signal
 import subprocess
@@ -33,7 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.torchrun import ENVIRONMENT, INHERITED, ROOT, Ended
+from tests.torchrun import ENVIRONMENT, INHERITED, ROOT, TIMEOUT_SEC, Ended, start_ranks
 
 # One thread for everything, or else it would not be alone when it forks.
 _ALONE = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -164,6 +167,55 @@ class Zygote:
         self._folder.cleanup()
 
 
+@functools.cache
+def shared() -> Zygote:
+    """Give the one that all tests of this process share."""
+    zygote = Zygote()
+    atexit.register(zygote.close)
+    return zygote
+
+
+def fork_ranks(
+    num_ranks: int,
+    arguments: Sequence[str | Path],
+    *,
+    module: str = "dist_consolidate",
+    timeout_sec: float = TIMEOUT_SEC,
+    env: Mapping[str, str] | None = None,
+) -> list[Ended]:
+    """Do as :func:`tests.torchrun.start_ranks`, with forked ranks."""
+    return start_ranks(
+        num_ranks,
+        arguments,
+        module=module,
+        timeout_sec=timeout_sec,
+        env=env,
+        start=shared().started,
+    )
+
+
+def fork_together(
+    num_ranks: int,
+    arguments: Sequence[str | Path],
+    *,
+    module: str = "dist_consolidate",
+    timeout_sec: float = TIMEOUT_SEC,
+    env: Mapping[str, str] | None = None,
+) -> Ended:
+    """Do as :func:`tests.torchrun.run_ranks`, with forked ranks, which all come to their own end.
+
+    Returns:
+        How the first one ended that failed, or else the first; with the output of all.
+    """
+    ended = fork_ranks(num_ranks, arguments, module=module, timeout_sec=timeout_sec, env=env)
+    return Ended(
+        next((rank.returncode for rank in ended if rank.returncode), 0),
+        "".join(rank.stdout for rank in ended),
+        "".join(rank.stderr for rank in ended),
+        max(rank.duration_sec for rank in ended),
+    )
+
+
 def session_of(pid: int) -> list[int]:
     """Give every process of the session that a rank leads, zombies not counted.
 
@@ -265,7 +317,7 @@ def _be(request: Mapping[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(request["env"])
         sys.argv = [request["module"], *request["arguments"]]
-        code = importlib.import_module(request["module"]).main(request["arguments"])
+        code = _run(request["module"], request["arguments"])
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.main_thread():
                 thread.join()
@@ -278,6 +330,15 @@ def _be(request: Mapping[str, Any]) -> None:
             with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(code)
+
+
+def _run(module: str, arguments: list[str]) -> int:
+    """Run a module as ``python -m`` would; one that is imported already does not run twice."""
+    main = getattr(sys.modules.get(module), "main", None)
+    if main is not None:
+        return int(main(arguments))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
 
 
 if __name__ == "__main__":
