@@ -32,7 +32,7 @@ OLD_SHAPING = ["--max-shard-size", "400KB"]
 BUCKET = ["--bucket-size", "25KB"]
 # A stopped rank is noticed after this; a machine that is busy otherwise must not look like one.
 STOP_SEC, PATIENCE = 5.0, "60s"
-BOUND_SEC = 60.0
+BOUND_SEC = 90.0
 HOST = socket.gethostname()
 FOREIGN = {"config.json": b"{}\n", "tokenizer.txt": b"a b\n"}
 

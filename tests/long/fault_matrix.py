@@ -1,6 +1,6 @@
 """Every case of the fault matrix, and a table of what became of them, for docs/reliability.md.
 
-``python -m tests.long.fault_matrix [--jobs N] [--every N] [--only WORD ...]``: about half an hour
+``python -m tests.long.fault_matrix [--jobs N] [--every N] [--only WORD ...]``: about twenty minutes
 on two cores. It ends with 1 if anything was not as it should be; each such case is shown.
 """
 

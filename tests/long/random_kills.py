@@ -1,6 +1,6 @@
 """Runs that are killed at random and gone on from, and a summary for docs/reliability.md.
 
-``python -m tests.long.random_kills [--runs N] [--seed N] [--jobs N]``: 200 runs take about five
+``python -m tests.long.random_kills [--runs N] [--seed N] [--jobs N]``: 200 runs take seven
 minutes on two cores. It ends with 1 if any did not come to the exact result.
 """
 
