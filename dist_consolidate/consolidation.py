@@ -32,7 +32,7 @@ from dist_consolidate.output.publish import (
     check_output,
     prepare,
 )
-from dist_consolidate.output.work import Identity
+from dist_consolidate.output.work import Identity, allocated_bytes
 from dist_consolidate.output_place import OutputPlace, find_place, look_for
 from dist_consolidate.plan.outputs import OutputFile
 from dist_consolidate.plan.plan import Plan
@@ -215,7 +215,7 @@ class _Run:
         total = sum(layout.num_bytes for layout in self.layouts)
         check_reachable(target)
         check_free_space(target, total, overwrite=self.options.overwrite)
-        check_quota(target, total)
+        check_quota(target, total, num_there_bytes=allocated_bytes(target.resolve()))
         self.made_parents = missing_parents(target)
         token = f"{self.plan.digest[:8]}-{time.time_ns():x}"
         publication = prepare(
