@@ -96,10 +96,9 @@ def read_checkpoint(
     for part in parts:
         told += steps.check(folder, part.model, part.optims, problems, trust_masters=trust)
     # A layout needs every rank; missing and damaged shards are told first, all together.
-    hints = (advice(folder), _salvage_hint(findings, parts, grid))
     problems.raise_if_any(
         f"{folder.path}: the checkpoint is incomplete or inconsistent",
-        " ".join(hint for hint in hints if hint),
+        advice(folder) or _salvage_hint(findings, parts, grid),
     )
     with comparing() as compared:
         try:
