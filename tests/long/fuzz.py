@@ -127,10 +127,18 @@ def _answers(first: int, count: int, step: int, seed: int) -> Iterator[dict[str,
     """Run one process through its share; one that hangs or dies is told, and another goes on."""
     while first < count:
         command = [sys.executable, "-m", "tests.long.fuzz", "--child", f"{first}:{count}:{step}"]
-        with subprocess.Popen(
-            [*command, "--seed", str(seed)], stdout=subprocess.PIPE, cwd=ROOT, text=True, bufsize=1
-        ) as process:
+        with (
+            subprocess.Popen(
+                [*command, "--seed", str(seed)],
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+                text=True,
+                bufsize=1,
+            ) as process,
+            contextlib.ExitStack() as stack,
+        ):
             assert process.stdout is not None
+            stack.callback(process.kill)
             while first < count:
                 ready, _, _ = select.select([process.stdout], [], [], _HANGS_SEC)
                 line = process.stdout.readline() if ready else ""
