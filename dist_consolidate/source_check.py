@@ -280,7 +280,8 @@ def _read_rest(planned: Planned, todo: Iterable[tuple[str, int, int]]) -> _Range
     reader = ShardReader(planned.folder.folders, {}, crcs)
     try:
         for file, start, stop in todo:
-            reader.note_again(file, start, stop - start)
+            for _ in reader.read_again(file, start, stop - start):
+                pass  # it notes what it reads
     finally:
         reader.close()
     return crcs.ranges()

@@ -121,8 +121,9 @@ def test_one_process_needs_a_few_buckets_and_reads_the_weights_once(
     options = ["--format", format, "--max-shard-size", "none"]
     lines = measure(large.ckpt, tmp_path / "out", 1, options)
     check_limits(lines, large.fp32_bytes)
-    # Whatever this process read, its own modules' source and all metadata included.
-    # What the kernel copied is read again, from the page cache, for its checksum.
+    # Whatever this process read, its own modules' source and all metadata included. What the kernel
+    # has copied (in a zip file nothing, for its CRC's sake) is read again, from the page cache, to
+    # be checked and digested.
     times = 2 if format == "safetensors" else 1
     assert lines[0]["own_read_bytes"] <= times * MAX_READ_RATIO * large.fp32_bytes, lines
     check_some_tensors(tmp_path / "out", large.truth)

@@ -113,13 +113,19 @@ class ShardReader:
             _drop(waiting, count)
         self.count(done)
 
-    def note_again(self, file: str, offset_bytes: int, num_bytes: int) -> None:
+    def read_again(
+        self, file: str, offset_bytes: int, num_bytes: int
+    ) -> Iterator[tuple[int, memoryview]]:
         """Read a range for its checksum's sake, such as one that the kernel has copied.
 
         Args:
             file: The shard.
             offset_bytes: Where the range begins.
             num_bytes: How long it is.
+
+        Yields:
+            Bytes behind the range's first one, and what is there; it holds until the next is asked
+            for.
 
         Raises:
             CheckpointError: If the shard is gone, changed or cut short meanwhile.
@@ -128,6 +134,7 @@ class ShardReader:
         for start in range(0, num_bytes, _CRC_STEP_BYTES):
             length = min(_CRC_STEP_BYTES, num_bytes - start)
             self.scatter(file, offset_bytes + start, [room[:length]])
+            yield start, room[:length]
 
     def unreadable(self, file: str, offset_bytes: int, error: OSError) -> CheckpointError:
         """Make the error for a shard that the system could not read.

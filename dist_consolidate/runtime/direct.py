@@ -310,14 +310,16 @@ class _Worker:
         file, offset, at, num_bytes = part
         descriptor = self._reader.descriptor(source.file)
         start = source.offset_bytes + at - source.at_bytes
-        count = self._output.copy(file, offset, descriptor, start, num_bytes)
+        checks = self._move._work.checks_source
+        count = self._output.copy(file, offset, descriptor, start, num_bytes, is_shown_later=checks)
         if count is None:
             self._by_kernel = False
             return False
         if count < num_bytes:
             raise self._reader.cut_short(source.file, start + count, num_bytes - count)
-        if self._move._work.checks_source:
-            self._reader.note_again(source.file, start, num_bytes)
+        if checks:
+            for done, block in self._reader.read_again(source.file, start, num_bytes):
+                self._output.show(file, offset + done, block)
         return True
 
     def _read(self, room: memoryview, sources: Iterable[Source], way: Way) -> None:

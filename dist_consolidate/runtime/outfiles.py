@@ -113,10 +113,18 @@ class OutputFiles:
             self._plainly(file, data[high:], offset_bytes + high)
             if wait:
                 wait_for_writeback(self._descriptor(file), offset_bytes, len(data))
-        self._count(file, offset_bytes, len(data), data)
+        self._count(file, offset_bytes, len(data))
+        self.show(file, offset_bytes, data)
 
     def copy(
-        self, file: int, offset_bytes: int, source: int, source_bytes: int, num_bytes: int
+        self,
+        file: int,
+        offset_bytes: int,
+        source: int,
+        source_bytes: int,
+        num_bytes: int,
+        *,
+        is_shown_later: bool = False,
     ) -> int | None:
         """Let the kernel copy a range from another file.
 
@@ -126,6 +134,7 @@ class OutputFiles:
             source: Descriptor of the file to copy from.
             source_bytes: Where the range begins there.
             num_bytes: Length.
+            is_shown_later: Whether :meth:`show` will get these bytes: they are not read back then.
 
         Returns:
             What was copied, less than asked for only if the source has ended; ``None`` if the
@@ -153,7 +162,20 @@ class OutputFiles:
                 start_writeback(descriptor, offset_bytes + done, count)
                 done += count
         self._count(file, offset_bytes, done)
+        if self._digests is not None and not is_shown_later:
+            self._digests.written(file, offset_bytes, offset_bytes + done)
         return done
+
+    def show(self, file: int, offset_bytes: int, data: memoryview) -> None:
+        """Hand in what was copied to a range, so that it need not be read back to be digested.
+
+        Args:
+            file: Index of the file.
+            offset_bytes: Where the range begins.
+            data: Its bytes.
+        """
+        if self._digests is not None:
+            self._digests.written(file, offset_bytes, offset_bytes + len(data), data)
 
     def sync(self) -> None:
         """Wait until everything written here is on disk.
@@ -197,15 +219,11 @@ class OutputFiles:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def _count(
-        self, file: int, offset_bytes: int, num_bytes: int, data: memoryview | None = None
-    ) -> None:
+    def _count(self, file: int, offset_bytes: int, num_bytes: int) -> None:
         with self._lock:
             self.num_bytes_written += num_bytes
         if self._journal is not None and num_bytes:
             self._journal.written(file, offset_bytes, offset_bytes + num_bytes)
-        if self._digests is not None:
-            self._digests.written(file, offset_bytes, offset_bytes + num_bytes, data)
 
     def _plainly(self, file: int, data: memoryview, offset_bytes: int) -> None:
         if len(data):
