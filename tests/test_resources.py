@@ -70,14 +70,14 @@ def test_a_full_disk_before_the_first_byte(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_midway(tmp_path: Path) -> None:
-    """The weights fit to the byte; what comes after them does not."""
+    """The weights fit to the byte; what stands beside them does not."""
     consolidate(CASE.ckpt, tmp_path / "once")
     pages = -(-(tmp_path / "once" / "model.safetensors").stat().st_size // 4096)
     disk = tmp_path / "disk"
     disk.mkdir()
     script = f"consolidate '{CASE.ckpt}' $DISK/a/b/out; {LISTED}"
     ended = small_disk(f"size={4 * pages}k", script, disk)
-    refused(ended, 4, "No space left on device", "consolidation.json")
+    refused(ended, 4, "No space left on device", "/a/b/.out.consolidating-")
     assert ended.stdout == ""
 
 

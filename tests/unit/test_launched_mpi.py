@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
@@ -162,10 +163,16 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def speaker() -> Iterator[subprocess.Popen[str]]:
-    """Another process that has taken the word at the place ``here``, and waits."""
+def here() -> str:
+    """A place of this test's own: a rank that has spoken keeps its name until its process ends."""
+    return secrets.token_hex(8)
+
+
+@pytest.fixture
+def speaker(here: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has taken the word, and waits."""
     with subprocess.Popen(
-        [sys.executable, "-c", SPEAKER, "here"],
+        [sys.executable, "-c", SPEAKER, here],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -178,14 +185,14 @@ def speaker() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_one_process_of_a_host_speaks(
-    speaker: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    here: str, speaker: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert speaker.stdin is not None
     assert speaker.stdout is not None
     monkeypatch.setattr("dist_consolidate.runtime.voice._PATIENCE_SEC", 0.2)
     monkeypatch.setattr("dist_consolidate.runtime.voice._STAY_SEC", 0.2)
-    silent = Voice("here")
-    assert Voice("elsewhere").is_taken() is False
+    silent = Voice(here)
+    assert Voice(f"{here} not").is_taken() is False
     # The other one has not failed: somebody has to say something.
     assert silent.is_taken() is False
     speaker.stdin.write("\n")
@@ -193,22 +200,22 @@ def test_one_process_of_a_host_speaks(
     assert speaker.stdout.readline() == "False\n"
     assert silent.is_taken() is True
     # Of others, too, that failed earlier or fail later.
-    assert Voice("here").is_taken() is True
+    assert Voice(here).is_taken() is True
 
 
 def test_one_that_waits_hears_of_it_although_the_speaker_has_ended(
-    speaker: subprocess.Popen[str],
+    here: str, speaker: subprocess.Popen[str]
 ) -> None:
-    silent = Voice("here")
+    silent = Voice(here)
     speaker.communicate("\n\n")
     assert silent.is_taken() is True
 
 
 def test_one_that_ended_without_a_word_leaves_it_to_another(
-    speaker: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    here: str, speaker: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dist_consolidate.runtime.voice._STAY_SEC", 0.2)
-    first, second = Voice("here"), Voice("here")
+    first, second = Voice(here), Voice(here)
     speaker.kill()
     speaker.wait()
     assert first.is_taken() is False

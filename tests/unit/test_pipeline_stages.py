@@ -287,7 +287,7 @@ def test_masters_that_differ_are_both_written_by_layer(copy, tmp_path):
     """Each under its layer's number; one without a layer file keeps the tied module's name."""
     folder = copy(Z1)
     flip_last_bit(folder, 1)
-    report = consolidate(folder, tmp_path / "out", pipeline_names="layer")
+    report = consolidate(folder, tmp_path / "out", pipeline_names="layer", check_crc="never")
     want = {name: value for name, value in CASES[Z1].truth["by_layer"].items() if name[0] != "5"}
     other = want["0.weight"].clone()
     other.view(torch.int32)[-1, -1] ^= 1
@@ -300,7 +300,7 @@ def test_masters_that_differ_go_to_the_layers_around(copy, tmp_path):
     folder = copy(Z1)
     save_as(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")
     flip_last_bit(folder, 1)
-    report = consolidate(folder, tmp_path / "out", pipeline_names="layer")
+    report = consolidate(folder, tmp_path / "out", pipeline_names="layer", check_crc="never")
     want = dict(CASES[Z1].truth["by_layer"])
     want["5.weight"] = want["0.weight"].clone()
     want["5.weight"].view(torch.int32)[-1, -1] ^= 1
@@ -336,7 +336,7 @@ def test_values_that_are_all_alike_testify_to_nothing(copy, tmp_path):
             stream.seek(extent.offset_bytes)
             stream.write(torch.ones(23 * 13).numpy().tobytes())
     torch.save({"weight": torch.ones(23, 13).bfloat16()}, folder / "layer_00-model_states.pt")
-    consolidate(folder, tmp_path / "out")
+    consolidate(folder, tmp_path / "out", check_crc="never")
     ones = dict.fromkeys((EMBED, "0.weight"), torch.ones(23, 13))
     assert_same_bits(load_output(tmp_path / "out"), {**CASES[Z1].truth["fp32"], **ones})
 
