@@ -132,48 +132,16 @@ def consolidate(
     Raises:
         ConsolidateError: If anything is wrong; nothing has been published then.
     """
-    options = make_options(
-        {
-            "tag": tag,
-            "format": format,
-            "dtype": dtype,
-            "max_shard_size": max_shard_size,
-            "ties": ties,
-            "tie": tie,
-            "allow_missing": allow_missing,
-            "exclude_frozen": exclude_frozen,
-            "trust_masters": trust_masters,
-            "search_dir": _paths(search_dir),
-            "strip_prefix": strip_prefix,
-            "rename": rename,
-            "include": include,
-            "pipeline_names": pipeline_names,
-            "tp_rules": None if tp_rules is None else os.fspath(tp_rules),
-            "tensor_parallel": tensor_parallel,
-            "hf_config": None if hf_config is None else os.fspath(hf_config),
-            "allow_16bit": allow_16bit,
-            "check_crc": check_crc,
-            "salvage": salvage,
-            "transport": transport,
-            "writers": writers,
-            "output_node": output_node,
-            "bucket_size": bucket_size,
-            "device_memory": device_memory,
-            "host_memory": host_memory,
-            "device": device,
-            "io": io,
-            "launcher": launcher,
-            "rendezvous_timeout": rendezvous_timeout,
-            "timeout": timeout,
-            "digest": digest,
-            "sha256": sha256,
-            "verify": verify,
-            "overwrite": overwrite,
-            "resume": resume,
-            "dry_run": dry_run,
-        }
-    )
+    given = dict(locals())  # so far, the arguments
+    del given["ckpt_dir"], given["output_dir"]
+    given |= {"search_dir": _paths(search_dir), "tp_rules": _path(tp_rules)}
+    given["hf_config"] = _path(hf_config)
+    options = make_options(given)
     return run(ckpt_dir, output_dir, options, launch=False)
+
+
+def _path(given: StrPath | None) -> str | None:
+    return None if given is None else os.fspath(given)
 
 
 def _paths(given: StrPath | Sequence[StrPath]) -> list[str]:

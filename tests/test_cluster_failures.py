@@ -202,6 +202,8 @@ def happen(kind: str) -> None:
     """Do what the fault is."""
     if kind == "hang":
         hang()
+    elif kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "term_other":
         other = int((Path(os.environ[PIDS]) / "pid0").read_text())
         time.sleep(1)  # until it waits

@@ -65,7 +65,7 @@ def test_options_agree_with_help():
 def test_options_in_shell_blocks_exist():
     # torchrun's (--nproc_per_node), srun's and sbatch's, mpirun's, and a script's own.
     others = {"--nproc", "--nodes", "--ntasks-per-node", "--gpus-per-task", "--dependency"}
-    others |= {"--hostfile", "--bind-to", "--rdzv"}
+    others |= {"--hostfile", "--bind-to", "--rdzv", "--kill-on-bad-exit"}
     used = {name for block in blocks("bash") for name in options_in(block)} - others
     assert used <= options_in_table()
 

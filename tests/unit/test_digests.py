@@ -92,7 +92,7 @@ def test_threads_that_take_turns(tmp_path, num_threads, in_order):
     """Threads take the next range as those of direct work do, and write it by real calls."""
     paths = files_in(tmp_path, 2)
     digests = Digests(paths, [*places(0), *places(1)], in_order=in_order)
-    output = OutputFiles(paths, Stopwatch(), digests)
+    output = OutputFiles(paths, Stopwatch(), digests=digests)
     ranges, lock = iter([(f, *cut) for cut in cuts(2_000) for f in (0, 1)]), threading.Lock()
     chance = random.Random(1)
 

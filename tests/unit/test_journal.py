@@ -48,7 +48,7 @@ def test_ranges_are_sets_of_bytes(intervals: list[tuple[int, int]], low: int, hi
 def test_what_is_written_is_claimed_and_read_back(tmp_path: Path) -> None:
     paths = some_files(tmp_path)
     for rank in range(2):
-        output = OutputFiles(paths, Stopwatch(), Journal(place(tmp_path), rank, paths))
+        output = OutputFiles(paths, Stopwatch(), journal=Journal(place(tmp_path), rank, paths))
         for start in range(0, 1000, 100):
             output.write(rank, memoryview(bytes([7]) * 100), start + rank * 5000)
         output.write(0, memoryview(b"x" * 10), 2000 + 10 * rank)
@@ -87,7 +87,7 @@ def test_the_order_is_bytes_then_their_sync_then_the_record_then_its_sync(
         monkeypatch.setattr(os, name, function)
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
     monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
-    output = OutputFiles(paths, Stopwatch(), Journal(place(tmp_path), 0, paths))
+    output = OutputFiles(paths, Stopwatch(), journal=Journal(place(tmp_path), 0, paths))
     for index in range(50):
         output.write(index % 2, memoryview(b"x" * 100), index * 100)
         deadline = time.monotonic() + 20
@@ -167,7 +167,7 @@ def test_a_disk_that_refuses_to_sync_ends_the_run_and_claims_nothing(
     monkeypatch.setattr(os, "fdatasync", refuse)
     monkeypatch.setattr(journal, "_CLAIM_BYTES", 1)
     monkeypatch.setattr(journal, "_PAUSE_SEC", 0.0)
-    output = OutputFiles(paths, Stopwatch(), Journal(place(tmp_path), 0, paths))
+    output = OutputFiles(paths, Stopwatch(), journal=Journal(place(tmp_path), 0, paths))
     with pytest.raises(OSError, match=r"broken.*/a'"):
         for index in range(10_000):
             output.write(0, memoryview(b"x"), index)
