@@ -27,7 +27,7 @@ from tests.torchrun import run_ranks
 
 pytestmark = pytest.mark.dist
 
-RANKS = (1, 2, 4)
+RANKS = (2, 4)
 TRANSPORTS = ("direct", "allgather", "gather")
 FORMATS = ("safetensors", "bin")
 WRITERS: tuple[int | str, ...] = (1, "all", 2)
