@@ -255,7 +255,7 @@ def _read(descriptor: int) -> bytes:
 def _facts(text: bytes) -> dict[str, object]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # whatever somebody has put there
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -282,7 +282,7 @@ def _runs(pid: int, started: object) -> bool:
             os.kill(pid, 0)
         except PermissionError:  # another user's, and /proc shows nothing of those (hidepid)
             return True
-        except OSError:
+        except (OSError, OverflowError):
             return False
     return found != "" and found == started
 

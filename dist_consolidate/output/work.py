@@ -145,7 +145,14 @@ def read_marker(home: Path) -> Marker | None:
     keys = {field.name for field in dataclasses.fields(Marker)}
     if not isinstance(found, dict) or found.keys() != keys:
         return None
+    lists = (found["first"], found["last"])
+    if not all(isinstance(names, list) and all(map(_is_text, names)) for names in lists):
+        return None
     return Marker(tuple(found["first"]), tuple(found["last"]), found["old"], found["new"])
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def is_over(home: Path) -> bool:
@@ -198,7 +205,7 @@ def _as_json(content: Mapping[str, Any]) -> bytes:
 def _read_json(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

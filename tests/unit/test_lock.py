@@ -246,3 +246,15 @@ def test_what_a_run_leaves_that_dies_while_it_takes_the_lock_is_cleared(tmp_path
         (tmp_path / name).write_bytes(b"")
     prepare(out, ("a",), "t1").abandon()
     assert names(tmp_path) == sorted(mine)
+
+
+@pytest.mark.parametrize("pid", ["[" * 4000, 10**30, True, None, "x"])
+def test_whatever_stands_in_a_lock_is_no_mistake_of_this_program(
+    pid: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "_WATCH_SEC", 0.2)
+    facts = {**locks._machine(), "pid": pid, "started": "1"}
+    text = pid if isinstance(pid, str) and pid[0] == "[" else json.dumps(facts)
+    path = tmp_path / "lock"
+    path.write_text(text)
+    take(path, tmp_path / "out").release()
