@@ -16,7 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_consolidate import CheckpointError, UnsupportedLayoutError, cli, consolidate
+from dist_consolidate import (
+    CheckpointError,
+    UnsupportedLayoutError,
+    cli,
+    consolidate,
+    verify,
+)
 from dist_consolidate.checkpoint.salvage_assembly import possible_parts
 from dist_consolidate.report import Report
 from tests.cases import CASES, Case, assert_same_bits, expected_fp32, load_output, lost_keys
@@ -214,6 +220,29 @@ def test_the_command_line_lists_and_ends_with_3(
     said = capsys.readouterr().out
     assert "salvaged: body.c.weight: other copy: zero_pp_rank_1" in said
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("name", "what"), [(Z2, "flipped"), (Z3, "flipped"), (TIED, "gone")])
+def test_a_salvaged_result_is_verified(name: str, what: str, tmp_path: Path) -> None:
+    """Against its manifest; and against damaged and whole shards, but for what is listed."""
+    case, tag = copy_of(name, tmp_path)
+    path = sorted(tag.glob("*_optim_states.pt"))[-1]
+    if what == "gone":
+        path.unlink()
+    else:
+        flip(path)
+    report = consolidate(tmp_path / "ckpt", tmp_path / "out", salvage=True, verify=True)
+    assert report.lost
+    check(case, tmp_path / "out", report)
+    for ckpt in (tmp_path / "ckpt", case.ckpt, None):
+        told = verify(tmp_path / "out", ckpt)
+        assert not told.differences
+        assert any(note.startswith("--salvage listed ") for note in told.notes)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert verify(tmp_path / "out").differences
 
 
 def test_sizes_of_parts() -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from dist_consolidate.errors import listed
 from dist_consolidate.output.index import (
     MANIFEST_NAME,
     STATES_FOLDER,
@@ -82,6 +83,16 @@ class _Looker:
         self._compare_tensors()
         for name in filter(is_index_file, self._manifest.files):
             self._compare_index(name)
+        if self._manifest.salvaged:
+            self.notes.append(
+                f"--salvage listed {listed(sorted(self._manifest.salvaged))} as missing or not of "
+                "the most precise copy: not compared with shards"
+            )
+        for name in _loadable(self._dir, self._manifest):
+            self.notes.append(
+                f"{name}: is no part of the result, but taken for one by whoever loads all "
+                "weight files of the folder"
+            )
         if not self._manifest.has_digests:
             self.notes.append(
                 f"{MANIFEST_NAME} has no digests of the tensors (--digest none, or of an earlier "
@@ -167,6 +178,14 @@ class _Looker:
 
 def _plain(item: tuple[object, object]) -> tuple[str, str]:
     return str(item[0]), str(item[1])
+
+
+def _loadable(output_dir: Path, manifest: Manifest) -> Iterator[str]:
+    """Name further files that are named like weights, though loaders do not look for them."""
+    for path in sorted(output_dir.iterdir()):
+        other = path.name not in manifest.files and not is_weight_file(path.name)
+        if other and path.suffix.lower() in (".safetensors", ".bin") and path.is_file():
+            yield path.name
 
 
 def _stray(output_dir: Path, manifest: Manifest) -> Iterator[str]:

@@ -119,7 +119,8 @@ def open_shards(asked: Asked, manifest: Manifest, contents: dict[str, dict[str, 
     """
     options = _options(asked, manifest)
     folder = _find(asked, manifest.tag)
-    checkpoint = read_checkpoint(folder, request=_request(options))
+    request = dataclasses.replace(_request(options), salvage=bool(manifest.salvaged))
+    checkpoint = read_checkpoint(folder, request=request)
     resolution = resolve(
         checkpoint,
         user_ties=options.tie_pairs,
@@ -196,6 +197,8 @@ class _Matcher:
         for entry in self._manifest.entries:
             if not entry.state:
                 left.pop(entry.name, None)
+            if entry.name in self._manifest.salvaged:
+                continue  # the shards may be whole by now
             held = self._contents.get(entry.file, {}).get(entry.name)
             dropped = (entry.state, entry.name) in self._manifest.dropped
             if held is None or dropped:
@@ -214,7 +217,7 @@ class _Matcher:
             copies = self._copies[holder] if entry.name == holder else ()
             yield Comparison(entry.file, entry.name, entry.label, held, source, copies)
         for name in left:
-            if name not in self._manifest.left_out:
+            if name not in self._manifest.left_out | self._manifest.salvaged:
                 self.differences.append(
                     Difference(MANIFEST_NAME, name, "is in the checkpoint, but not in the result")
                 )

@@ -69,6 +69,7 @@ class Manifest:
         options: The options that shaped the result.
         tag: The checkpoint's tag.
         left_out: Names that are not in the result.
+        salvaged: Names that ``--salvage`` listed as missing or not of the most precise copy.
         damage: What is wrong with the manifest itself, if anything.
     """
 
@@ -77,6 +78,7 @@ class Manifest:
     options: dict[str, Any]
     tag: str
     left_out: frozenset[str]
+    salvaged: frozenset[str] = frozenset()
     damage: str = ""
 
     @property
@@ -153,7 +155,8 @@ def _manifest(content: dict[str, Any], damage: str) -> Manifest:
     tag, options = content["checkpoint"]["tag"], dict(content["options"])
     if not isinstance(tag, str):
         raise TypeError(f"tag {tag!r}")
-    return Manifest(tuple(entries), files, options, tag, frozenset(content["left_out"]), damage)
+    left_out, salvaged = frozenset(content["left_out"]), frozenset(content.get("salvage", {}))
+    return Manifest(tuple(entries), files, options, tag, left_out, salvaged, damage)
 
 
 def _entry(state: str, name: str, facts: Mapping[str, Any]) -> Entry:
