@@ -12,7 +12,13 @@ from typing import TypeVar
 from dist_consolidate.describing import describe_result, written_names
 from dist_consolidate.digesting import file_facts, rest_digest
 from dist_consolidate.doing import Doing
-from dist_consolidate.errors import Caught, CheckpointError, RankError, UsageError
+from dist_consolidate.errors import (
+    Caught,
+    CheckpointError,
+    DifferenceError,
+    RankError,
+    UsageError,
+)
 from dist_consolidate.likeness import check_alike
 from dist_consolidate.moving import Moving, make_moving
 from dist_consolidate.options import SHAPING, Options
@@ -76,6 +82,7 @@ def run_consolidation(
     place = _find_place(options, world)
     planned = plan_together(checkpoint_dir, options, world.control, place.hosts)
     run = _Run(planned, options, world, place)
+    run.checkpoint_dir = checkpoint_dir
     target = output_dir or run.on_publisher(
         lambda: _default_target(checkpoint_dir, planned.folder.tag, place)
     )
@@ -130,6 +137,7 @@ def _default_target(checkpoint_dir: Path, tag: str, place: OutputPlace) -> Path:
 
 
 class _Run:
+    checkpoint_dir: Path
     moving: Moving
     source = SourceCheck()
     # On the rank that publishes, once they are there.
@@ -309,7 +317,7 @@ class _Run:
         """
         results = self.world.control.gather((result, peak_memory_bytes()), self.place.publisher)
 
-        def publish() -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
+        def complete() -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
             moved = [item for item, _ in results]
             notes = (*self.plan.notes, *self._overflows(moved))
             digests = [digest for item in moved for digest in item.digests]
@@ -332,7 +340,12 @@ class _Run:
             if self.journals is not None:
                 total = sum(layout.num_bytes for layout in self.layouts)
                 told += resumed_notes(publication, self.journals, total)
-            reports = self._rank_reports(results), (*notes, *told)
+            return self._rank_reports(results), (*notes, *told)
+
+        reports = self.on_publisher(complete)
+        reports = reports[0], (*reports[1], *self.compare_resumed(publication))
+
+        def publish() -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
             publication.publish(self.last)
             self.published = reports
             if not self.options.verify:
@@ -347,6 +360,37 @@ class _Run:
             # It is in place, whoever is gone by now.
             ranks, notes = self.published
             return ranks, (*notes, f"with the result in place, {self.world.control.why(error)}")
+
+    def compare_resumed(self, publication: Publication) -> tuple[str, ...]:
+        """Compare what an earlier run has left, and this one has finished, with the shards.
+
+        Nobody knows what has happened to those bytes, or what was read for them, in between.
+
+        Returns:
+            Notes for the report.
+
+        Raises:
+            CheckpointError: If they differ; every rank raises, and nothing of it is kept.
+        """
+        if self.journals is None or not self.journals.finished:
+            return ()
+        from dist_consolidate.verifying.after import verify_folder
+
+        tag = str(self.planned.facts["tag"])
+        options = dataclasses.replace(self.options, tag=tag)
+        try:
+            found = verify_folder(
+                publication.work_dir, self.checkpoint_dir, options, self.world.control
+            )
+        except UsageError as error:  # nodes that share no disk
+            return (f"what the earlier run had left was not compared with the shards: {error}",)
+        try:
+            found.raise_if_different("what an earlier run had left is not what the shards hold")
+        except DifferenceError as error:
+            known = CheckpointError(f"{error}\nNothing was published or kept; start again.")
+            known.agreed = True
+            raise known from error
+        return ()
 
     def _rank_reports(self, results: Sequence[tuple[MoveResult, int]]) -> tuple[RankReport, ...]:
         return tuple(

@@ -23,7 +23,14 @@ from typing import Any
 import pytest
 import torch
 
-from dist_consolidate import ConsolidateError, ResourceError, UsageError, cli, consolidate
+from dist_consolidate import (
+    CheckpointError,
+    ConsolidateError,
+    ResourceError,
+    UsageError,
+    cli,
+    consolidate,
+)
 from dist_consolidate.output.work import identity_digest
 from dist_consolidate.report import Report
 from dist_consolidate.runtime import journal
@@ -390,6 +397,30 @@ def test_files_of_full_size_claim_nothing(
     report = consolidate(ckpt, out, resume=True)
     assert report.num_bytes_resumed == 0
     assert_same_bits(load_output(out), truths[2].fp32)
+
+
+@pytest.mark.parametrize("shape", ["plain", "bin16"])
+def test_claimed_bytes_that_are_not_the_shards_any_more_are_not_published(
+    shape: str, truths: Mapping[int, Truth], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a bad disk, a bad read in the first run, or somebody's hand."""
+    ckpt, out = ckpt_of(truths[3]), tmp_path / "out"
+    options = {**SHAPES[shape], "bucket_size": 4000, "resume": True}
+    broken_off(monkeypatch, ckpt, out, 20, **options)
+    home = work_folder(out)
+    records = b"".join(path.read_bytes() for path in home.glob("journal-*")).splitlines()
+    file, low, high, _ = max(map(bytes.split, records), key=lambda r: int(r[2]) - int(r[1]))
+    path = sorted((home / "result").glob("*model*"))[int(file)]
+    data = bytearray(path.read_bytes())
+    data[(int(low) + int(high)) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is not what the shards hold"):
+        consolidate(ckpt, out, **options)
+    assert not out.exists()
+    assert not left_by(out)
+    consolidate(ckpt, out, **options)
+    consolidate(ckpt, tmp_path / "whole", **SHAPES[shape])
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 
 # What stays, and what does not.
