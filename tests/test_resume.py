@@ -124,8 +124,14 @@ def num_journals(out: Path) -> int:
 def wait_for_claims(out: Path, num_before: int) -> None:
     """Let the journal's thread take its turn, where there is one."""
     deadline = time.monotonic() + (30 if resumable(out) else 0)
-    while num_journals(out) == num_before and time.monotonic() < deadline:
-        time.sleep(0.005)
+    before = -1
+    # Until one has come, and a second look shows no more: the first may claim a header alone.
+    while time.monotonic() < deadline:
+        size = sum(p.stat().st_size for home in left_by(out) for p in home.glob("journal-*"))
+        if num_journals(out) != num_before and size == before:
+            return
+        before = size
+        time.sleep(0.1)
 
 
 def resumable(out: Path) -> list[Path]:

@@ -57,10 +57,17 @@ class Voice:
 
     def speak(self) -> None:
         """Let all others of this host know, from now on until this process ends."""
-        if self._listening is not None:
-            threading.Thread(
-                target=_tell_all, args=[self._listening], name="consolidate-voice", daemon=True
-            ).start()
+        if self._listening is None:
+            return
+        # Those that wait already hear of it before this process can end.
+        kept: list[socket.socket] = []
+        self._listening.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            _tell_all(self._listening, kept)
+        self._listening.setblocking(True)
+        threading.Thread(
+            target=_tell_all, args=[self._listening, kept], name="consolidate-voice", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Leave it to others: this rank goes on, and says nothing here."""
@@ -113,9 +120,8 @@ def _reach(name: str) -> socket.socket | None:
     return asking
 
 
-def _tell_all(listening: socket.socket) -> None:
+def _tell_all(listening: socket.socket, kept: list[socket.socket]) -> None:
     """Tell everyone who asks, and keep them until this process ends."""
-    kept = []
     while True:
         kept.append(listening.accept()[0])
         with contextlib.suppress(OSError):  # it may have ended
