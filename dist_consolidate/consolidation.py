@@ -21,7 +21,7 @@ from dist_consolidate.errors import (
 )
 from dist_consolidate.likeness import check_alike
 from dist_consolidate.moving import Moving, make_moving
-from dist_consolidate.options import SHAPING, Options
+from dist_consolidate.options import Options
 from dist_consolidate.output.crc import CrcLedger
 from dist_consolidate.output.index import (
     MANIFEST_NAME,
@@ -81,8 +81,7 @@ def run_consolidation(
     check_alike(options, output_dir, world.control)
     place = _find_place(options, world)
     planned = plan_together(checkpoint_dir, options, world.control, place.hosts)
-    run = _Run(planned, options, world, place)
-    run.checkpoint_dir = checkpoint_dir
+    run = _Run(checkpoint_dir, planned, options, world, place)
     target = output_dir or run.on_publisher(
         lambda: _default_target(checkpoint_dir, planned.folder.tag, place)
     )
@@ -137,7 +136,6 @@ def _default_target(checkpoint_dir: Path, tag: str, place: OutputPlace) -> Path:
 
 
 class _Run:
-    checkpoint_dir: Path
     moving: Moving
     source = SourceCheck()
     # On the rank that publishes, once they are there.
@@ -150,8 +148,14 @@ class _Run:
     published: tuple[tuple[RankReport, ...], tuple[str, ...]] | None = None
 
     def __init__(
-        self, planned: Planned, options: Options, world: World, place: OutputPlace
+        self,
+        checkpoint_dir: Path,
+        planned: Planned,
+        options: Options,
+        world: World,
+        place: OutputPlace,
     ) -> None:
+        self.checkpoint_dir = checkpoint_dir
         self.planned, self.options, self.world, self.place = planned, options, world, place
         self.plan: Plan = planned.plan
         # Made on rank 0 alone: a layout is as large as the headers of all files.
@@ -209,9 +213,8 @@ class _Run:
         if self.options.resume:
             seen = look_at_shards(self.planned, control, self.place.publisher)
             if seen:
-                chosen = {name: getattr(self.options, name) for name in SHAPING}
-                chosen["ties"] = self.options.tie_policy
-                self.identity = identify(self.planned, self.layouts, chosen, seen)
+                shaping = self.options.shaping
+                self.identity = identify(self.planned, self.layouts, shaping, seen)
         publication = self.on_publisher(lambda: self.prepare(target))
         if publication.may_resume:
             self.home = home = publication.home

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dist_consolidate._version import __version__
 from dist_consolidate.digesting import DIGEST_KEY
-from dist_consolidate.options import SHAPING, Options
+from dist_consolidate.options import Options
 from dist_consolidate.output.manifest import manifest_json
 from dist_consolidate.plan.plan import Plan, PlannedTensor
 from dist_consolidate.planning import Planned
@@ -39,7 +39,7 @@ def describe_result(
     return manifest_json(
         version=__version__,
         checkpoint={k: v for k, v in planned.facts.items() if k != "tag_chosen"},
-        options={name: getattr(options, name) for name in SHAPING} | {"ties": options.tie_policy},
+        options=options.shaping,
         plan_digest=plan.digest,
         tensors=described.weights(),
         left_out={name: _why_left_out(plan, name) for name in plan.left_out},

@@ -27,8 +27,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 INCLUDES = ("optimizer",)
 # Options that may be given several times.
 _LISTS = ("tie", "allow_missing", "strip_prefix", "rename", "include", "search_dir")
-# Those that shape the result.
-SHAPING = (
+# Those that shape the result, besides how ties are written.
+_SHAPING = (
     "format", "dtype", "max_shard_size", "tie", "allow_missing", "exclude_frozen", "strip_prefix",
     "rename", "include", "pipeline_names", "trust_masters", "tp_rules",
     "tensor_parallel", "hf_config", "allow_16bit",
@@ -173,6 +173,11 @@ class Options:
         _ = self.max_shard_bytes, self.bucket_bytes, self.num_writers(1), self.tie_pairs
         _ = self.rename_pairs, self.timeout_sec, self.rendezvous_timeout_sec
         _ = self.device_amount, self.host_amount
+
+    @property
+    def shaping(self) -> dict[str, object]:
+        """The options that shape the result, as the manifest holds them."""
+        return {name: getattr(self, name) for name in _SHAPING} | {"ties": self.tie_policy}
 
     @property
     def tie_policy(self) -> str:

@@ -23,9 +23,9 @@ from dist_consolidate.nodes import Nodes, look_together
 from dist_consolidate.options import Options
 from dist_consolidate.output.index import shard_file_names
 from dist_consolidate.plan.losses import losses
-from dist_consolidate.plan.names import output_names
+from dist_consolidate.plan.names import Names, output_names
 from dist_consolidate.plan.plan import Plan, make_plan
-from dist_consolidate.plan.resolve import resolve
+from dist_consolidate.plan.resolve import Resolution, resolve
 from dist_consolidate.plan.states import with_states
 from dist_consolidate.runtime.control import Control, describe, exit_code, explained
 from dist_consolidate.searching import search_together
@@ -65,15 +65,20 @@ class Planned:
         return self.nodes.all_visible
 
 
-def plan_here(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan from metadata (see :func:`dist_consolidate.plan.plan.make_plan`)."""
+def resolved(checkpoint: Checkpoint, options: Options) -> tuple[Resolution, Names]:
+    """Find what holds the data of each key, and what the output calls it."""
     resolution = resolve(
         checkpoint,
         user_ties=options.tie_pairs,
         allow_missing=options.allow_missing,
         exclude_frozen=options.exclude_frozen,
     )
-    names = output_names(resolution, options.strip_prefix, options.rename_pairs)
+    return resolution, output_names(resolution, options.strip_prefix, options.rename_pairs)
+
+
+def plan_here(checkpoint: Checkpoint, options: Options) -> Plan:
+    """Plan from metadata (see :func:`dist_consolidate.plan.plan.make_plan`)."""
+    resolution, names = resolved(checkpoint, options)
     plan = make_plan(
         checkpoint,
         resolution,
@@ -124,7 +129,7 @@ def plan_together(
 
     def plan() -> Planned:
         try:
-            checkpoint = read_checkpoint(nodes.folder, reading.run, _request(options))
+            checkpoint = read_checkpoint(nodes.folder, reading.run, request_for(options))
         except CheckpointError as error:
             if nodes.all_visible:
                 raise
@@ -137,7 +142,8 @@ def plan_together(
     return on_rank(control, nodes.planner, plan)
 
 
-def _request(options: Options) -> Request:
+def request_for(options: Options) -> Request:
+    """Say how a checkpoint is to be read."""
     return Request(
         claims=options.tie_pairs,
         trust_masters=options.trust_masters,

@@ -14,17 +14,16 @@ from typing import Any
 from dist_consolidate.checkpoint.layout import TagFolder
 from dist_consolidate.checkpoint.model import Checkpoint, FlatGroup, Source
 from dist_consolidate.checkpoint.reader import read_checkpoint
-from dist_consolidate.checkpoint.request import Request
-from dist_consolidate.checkpoint.tensor_settle import merging_from
 from dist_consolidate.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from dist_consolidate.errors import UsageError
 from dist_consolidate.finding import find_together, settle
 from dist_consolidate.nodes import look_together
 from dist_consolidate.options import Options, make_options
 from dist_consolidate.output.index import MANIFEST_NAME
-from dist_consolidate.plan.names import Names, output_names, renamed
+from dist_consolidate.plan.names import Names, renamed
 from dist_consolidate.plan.plan import output_dtype
-from dist_consolidate.plan.resolve import Resolution, Resolved, resolve
+from dist_consolidate.plan.resolve import Resolution, Resolved
+from dist_consolidate.planning import request_for, resolved
 from dist_consolidate.runtime.control import Control
 from dist_consolidate.searching import search_together
 from dist_consolidate.verifying.contents import Held
@@ -119,15 +118,9 @@ def open_shards(asked: Asked, manifest: Manifest, contents: dict[str, dict[str, 
     """
     options = _options(asked, manifest)
     folder = _find(asked, manifest.tag)
-    request = dataclasses.replace(_request(options), salvage=bool(manifest.salvaged))
+    request = dataclasses.replace(request_for(options), salvage=bool(manifest.salvaged))
     checkpoint = read_checkpoint(folder, request=request)
-    resolution = resolve(
-        checkpoint,
-        user_ties=options.tie_pairs,
-        allow_missing=options.allow_missing,
-        exclude_frozen=options.exclude_frozen,
-    )
-    names = output_names(resolution, options.strip_prefix, options.rename_pairs)
+    resolution, names = resolved(checkpoint, options)
     matcher = _Matcher(manifest, contents, checkpoint, resolution, names, options.dtype)
     comparisons = tuple(matcher.comparisons())
     return Shards(folder, checkpoint.groups, comparisons, tuple(matcher.differences))
@@ -153,17 +146,6 @@ def _find(asked: Asked, tag: str) -> TagFolder:
     if asked.search_dir:
         found = search_together(found, asked.search_dir, alone)
     return look_together(found, alone.hosts, alone).folder
-
-
-def _request(options: Options) -> Request:
-    return Request(
-        claims=options.tie_pairs,
-        trust_masters=options.trust_masters,
-        allow_16bit=options.allow_16bit,
-        include_optimizer="optimizer" in options.include,
-        pipeline_names=options.pipeline_names,
-        merging=merging_from(options.tp_rules, options.hf_config, options.tensor_parallel),
-    )
 
 
 class _Matcher:

@@ -74,5 +74,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--hf-config", metavar="PATH", help="default: the one that the manifest names")
     add("--launcher", choices=CHOICES["launcher"], help="default: auto")
     add("--rendezvous-timeout", metavar="TIME", help="default: 5min")
-    add("--timeout", metavar="DURATION", help="default: 30min")
+    add("--timeout", metavar="TIME", help="default: 30min")
     return parser
