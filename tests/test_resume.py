@@ -35,6 +35,7 @@ from dist_consolidate.output.work import identity_digest
 from dist_consolidate.report import Report
 from dist_consolidate.runtime import journal
 from tests.cases import assert_same_bits, load_output
+from tests.children import die_before, end_of, start_child
 from tests.synthetic import Buffer, Param, Spec, Truth, write
 from tests.torchrun import messages, run_python, show, start_ranks
 
@@ -558,42 +559,6 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
 # kill -9.
 
 
-def die_before(number: int, kill: int = signal.SIGKILL) -> None:
-    """Send this process a signal before its n-th call on the file system from now on."""
-    count = itertools.count()
-
-    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if next(count) == number:
-                os.kill(os.getpid(), kill)
-            return real(*arguments, **options)
-
-        return call
-
-    for name in CALLS:
-        setattr(os, name, deadly(getattr(os, name)))
-
-
-def start_child(action: Callable[[], object]) -> int:
-    """Run something in a process of its own; give its number."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            action()
-            code = 0
-        except UsageError:
-            code = 2
-        finally:
-            os._exit(code)
-    return child
-
-
-def end_of(child: int) -> int:
-    """Wait for a process; give how it ended, as ``returncode`` has it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def garble(choose: random.Random, ckpt: Path, out: Path) -> None:
     """Put anything where nothing is claimed: after a power loss, that may be what is there."""
     for home in resumable(out):
@@ -639,7 +604,7 @@ def random_run(choose: random.Random, truths: Mapping[int, Truth], folder: Path)
         at, bucket_size = choose.randrange(220), choose.choice((2000, 4000, 9000))
 
         def die() -> None:
-            die_before(at)  # noqa: B023
+            die_before(CALLS, at)  # noqa: B023
             consolidate(ckpt, out, bucket_size=bucket_size, **options)  # noqa: B023
 
         code = end_of(start_child(die))
@@ -729,7 +694,7 @@ def main(arguments: Sequence[str]) -> int:
     kind, rank, at = os.environ[FAULT].split(":")
     journal._CLAIM_BYTES, journal._CLAIM_SEC, journal._PAUSE_SEC = 1, 0.01, 0.0
     if os.environ.get("RANK", "0") == rank:
-        die_before(int(at), signal.Signals[kind])
+        die_before(CALLS, int(at), signal.Signals[kind])
     return cli.main(arguments)
 
 

@@ -20,6 +20,7 @@ from dist_consolidate.errors import UsageError
 from dist_consolidate.output import work
 from dist_consolidate.output.index import MANIFEST_NAME, STATES_FOLDER, is_entry_point
 from dist_consolidate.output.publish import Publication, prepare
+from tests.children import die_before, end_of, start_child
 from tests.long import IS_LONG
 
 CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "link", "fsync", "write")
@@ -121,42 +122,18 @@ def fill(publication: Publication, result: Result) -> None:
             path.write_bytes(content)
 
 
-def die_before(number: int) -> None:
-    """Let this process kill itself before its n-th call on the file system from now on."""
-    count = itertools.count()
-
-    def deadly(real: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **options: object) -> object:
-            if next(count) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments, **options)
-
-        return call
-
-    for name in CALLS:
-        setattr(os, name, deadly(getattr(os, name)))
-
-
 def killed(action: Callable[[], None]) -> bool:
     """Run something in a child process; tell whether it was killed, fail if it failed."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed"
-    return os.WIFSIGNALED(status)
+    code = end_of(start_child(action))
+    assert code <= 0, "the child failed"
+    return code < 0
 
 
 def one_run(out: Path, old: str | None, new: Result, *, resume: bool, number: int) -> None:
     identity = IDENTITY if resume else None
     publication = prepare(out, tuple(new.files), "t1", overwrite=old is not None, identity=identity)
     fill(publication, new)
-    die_before(number)
+    die_before(CALLS, number)
     publication.publish(new.last)
 
 

@@ -16,6 +16,7 @@ from dist_consolidate.runtime.control import describe
 from dist_consolidate.runtime.hub import Hub, Line
 from dist_consolidate.runtime.roll import KILLED, Roll, named_ranks
 from dist_consolidate.runtime.watch import Stopped, Watch
+from tests.children import end_of, start_child
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -154,15 +155,7 @@ def test_a_hub_that_slept_hears_why_the_others_are_gone():
 
 def in_child(action: Callable[[], object]) -> int:
     """Run something in a process of its own; give its exit code, 7 where it came to its end."""
-    pid = os.fork()
-    if pid == 0:
-        code = 8
-        try:
-            action()
-            code = 7
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return end_of(start_child(action, done=7, failed=8))
 
 
 def test_clearing_up_is_not_cut_short_by_a_signal():
